@@ -119,7 +119,7 @@ class Page:
 
     def press(self, key: str) -> None:
         """Press and release a key, by its name in the browser: ``Tab``, ``ArrowRight``."""
-        code = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowRight": 39}[key]
+        code = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowRight": 39, "n": 78, "p": 80}[key]
         for kind in ("keyDown", "keyUp"):
             self._ask(
                 "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code

@@ -18,22 +18,11 @@ from experiments.proof.figures import by_arm
 from experiments.proof.rows import Repeats, Row, Settings, settings_of
 from experiments.proof.sizes import Difference, Measured, Stage
 from experiments.proof.suite import ARMS, TASKS
-from isobit.observe.report.chart import (
-    BOTTOM,
-    LEFT,
-    RIGHT,
-    TOP,
-    Chart,
-    Curve,
-    Mark,
-    Panel,
-    axis_range,
-    draw,
-    round_ticks,
-    tick_text,
-)
+from isobit.observe.report.chart import BOTTOM, LEFT, RIGHT, TOP, Chart, Mark, Panel, draw
 from isobit.observe.report.comparison import MOST_RUNS
+from isobit.observe.report.numbers import axis_range, round_ticks, tick_text
 from isobit.observe.report.panels import section_of
+from isobit.observe.report.series import Curve
 from isobit.observe.report.templates import render_page, write_page
 
 _ACCURACY = "accuracy"

@@ -20,7 +20,7 @@ from isobit.algorithms.advantages import group_advantages
 from isobit.config.recipes import RunConfig
 from isobit.observe.completion_files import TableCompletions
 from isobit.observe.console import silent
-from isobit.observe.report.chart import number_text
+from isobit.observe.report.numbers import number_text
 from isobit.observe.training_log import write_completions
 from isobit.observe.viewer import HEADERS, Viewer
 from isobit.records.sequence import TokenSequence
@@ -161,7 +161,11 @@ def served(runs: Path) -> Iterator[Served]:
         (f"/{TOKEN}/api/run?run=/etc", "GET", None, 404),
         (f"/{TOKEN}/api/completion?run=real&place=-1", "GET", None, 404),
         (f"/{TOKEN}/api/completions?run=real&lowest=x", "GET", None, 400),
+        (f"/{TOKEN}/api/completions?run=real&order=x", "GET", None, 400),
         (f"/{TOKEN}/api/compare?run=real&run=real", "GET", None, 400),
+        (f"/{TOKEN}/api/compare?run=real&run=other&how=x", "GET", None, 400),
+        (f"/{TOKEN}/api/run?run=real&axis=x", "GET", None, 400),
+        (f"/{TOKEN}/api/run?run=real&smooth=-1", "GET", None, 400),
     ],
 )
 def test_who_knows_the_token_reads_by_a_name_of_this_machine(
@@ -332,7 +336,7 @@ def test_kept_completions_show_their_turns_as_messages(runs: Path, tmp_path: Pat
 
 def test_runs_are_paired_step_by_step_and_prompt_by_prompt(served: Served, runs: Path) -> None:
     overlay = served.api("compare", run=["real", "other"])["html"]
-    paired = served.api("compare", run=["real", "other"], paired=1)["html"]
+    paired = served.api("compare", run=["real", "other"], how="paired")["html"]
     assert "minus real" in paired and "minus real" not in overlay
     chart = paired.partition("<h3>Reward</h3>")[2].partition("</figure>")[0]
     cells = re.findall(r"<td>([^<]*)</td>", chart)
@@ -343,6 +347,74 @@ def test_runs_are_paired_step_by_step_and_prompt_by_prompt(served: Served, runs:
     gaps = [row["difference"] for row in found["rows"]]
     assert found["count"] == len(gaps) == 3 and sorted(gaps) == [0.0, 0.0, 2.0]
     assert found["mean"] == pytest.approx(sum(gaps) / len(gaps))
+
+
+def test_completions_are_sorted_and_each_knows_its_neighbours(served: Served) -> None:
+    how: dict[str, Any] = {"run": "real", "kept": 1, "source": "train"}
+    for order, key, sign in (
+        ("best", "reward", -1),
+        ("worst", "reward", 1),
+        ("longest", "tokens", -1),
+        ("shortest", "tokens", 1),
+    ):
+        rows = served.api("completions", **how, order=order)["rows"]
+        values = [sign * row[key] for row in rows]
+        assert len(rows) == 12 and values == sorted(values)
+        places = [row["place"] for row in rows]
+        for at, place in enumerate(places):
+            shown = served.api("completion", **how, order=order, place=place)
+            assert shown["previous"] == (places[at - 1] if at else None)
+            assert shown["next"] == (places[at + 1] if at < 11 else None)
+    two = served.api("completions", **how, order="best", most=2)
+    rest = served.api("completions", **how, order="best", after=two["next"])
+    assert len(two["rows"]) == 2 and len(rest["rows"]) == 10 and rest["next"] is None
+    assert served.api("completions", **how, most=0)["rows"] == []
+
+
+def test_a_histogram_counts_every_reward_of_a_step(served: Served) -> None:
+    kept = served.api("completions", run="real", kept=1, source="train", to=1)["rows"]
+    found = served.api("rewards", run="real", source="train", step=1)
+    assert (found["previous"], found["next"], found["of_kept"]) == (None, 2, True)
+    cells = re.findall(r"<td>([^<]*)</td>", found["html"])
+    assert sum(map(int, cells[1::2])) == len(kept) == 6
+    last = served.api("rewards", run="real")
+    assert (last["source"], last["step"], last["previous"], last["next"]) == ("train", 2, 1, None)
+    sampled = served.api("rewards", run="real", kept=0, step=1)
+    assert not sampled["of_kept"] and "of 6 rewards" in sampled["html"]
+    nothing = served.api("rewards", run="real", step=7)
+    assert (nothing["html"], nothing["previous"], nothing["next"]) == ("", 2, None)
+
+
+def test_curves_over_time_and_tokens_and_smoothed(served: Served) -> None:
+    chart = r"<h3>Reward</h3>.*?<thead><tr><th scope=\"col\">(\w+)</th>"
+    for axis in ("step", "hours", "tokens"):
+        html = served.api("run", run="real", axis=axis, smooth=2)["html"]
+        columns = re.search(chart, html, re.DOTALL)
+        assert columns is not None and columns[1] == axis
+        assert "the mean of the last 2 values" in html and "curve raw" in html
+
+
+def test_runs_of_one_recipe_are_one_curve_with_a_band(runs: Path, tmp_path: Path) -> None:
+    for seed in range(3):
+        shutil.copytree(
+            runs / "real", tmp_path / f"seed{seed}", ignore=shutil.ignore_patterns("model")
+        )
+        record = json.loads((tmp_path / f"seed{seed}" / "run.json").read_text())
+        record["config"]["seed"] = seed
+        record["config"]["training"]["learning_rate"] = 0.5 if seed == 2 else 0.25
+        (tmp_path / f"seed{seed}" / "run.json").write_text(json.dumps(record))
+        write(
+            tmp_path / f"seed{seed}" / "metrics.jsonl",
+            [{"step": step, "reward/mean": float(step + seed)} for step in (1, 2)],
+        )
+    with serving(tmp_path) as served:
+        names = ["seed0", "seed1", "seed2"]
+        html = served.api("compare", run=names, how="seeds")["html"]
+    chart = html.partition("<h3>Reward</h3>")[2].partition("</figure>")[0]
+    assert "seed0, seed1" in chart and 'class="band"' in chart
+    cells = re.findall(r"<td>([^<]*)</td>", chart)
+    first, second = ["1", "1.5", "1", "2", "3"], ["2", "2.5", "2", "3", "4"]
+    assert cells == first + second
 
 
 CONTRAST = """
@@ -400,9 +472,10 @@ def test_the_page_in_chromium_wide_and_narrow_light_and_dark(runs: Path, tmp_pat
         views = {
             "": "document.querySelectorAll('tbody tr').length === 2",
             "#/run?run=real": "document.querySelector('figure svg .curve')",
+            "#/rewards?run=real": "document.querySelector('figure svg .band')",
             "#/completions?run=real&kept=1": "document.querySelectorAll('tbody tr').length === 18",
             f"#/completion?run=other&place={last}": "document.querySelectorAll('.turn').length",
-            "#/compare?run=real&run=other&paired=1": "document.querySelector('.compared')",
+            "#/compare?run=real&run=other&how=paired": "document.querySelector('.compared')",
             "#/pairs?run=real&run=other&kept=0": "document.querySelector('tbody tr')",
         }
         for view, condition in views.items():
@@ -434,6 +507,21 @@ def test_the_page_in_chromium_wide_and_narrow_light_and_dark(runs: Path, tmp_pat
         for scheme in ("light", "dark"):
             page.look_like(390, 900, scheme)
             check_looks(page, served.port)
+
+        page.run("document.querySelector('[data-key=p], [data-key=n]').focus()")
+        before = page.run("location.hash")
+        page.press("n" if page.run("Boolean(document.querySelector('[data-key=n]'))") else "p")
+        page.wait(f"location.hash !== {json.dumps(before)}")
+        page.wait("document.querySelector('.tokens .t')")
+
+        page.open(home + "#/run?run=real")
+        page.wait("document.querySelector('figure')")
+        page.run(
+            "[...document.querySelectorAll('select')].forEach((one, at) => "
+            "{ one.value = at ? '5' : 'hours'; one.dispatchEvent(new Event('change')); })"
+        )
+        page.wait("document.querySelector('figure .raw')")
+        assert "axis=hours" in page.run("location.hash")
 
         page.open(home)  # without an answer each view says that it loads, and no empty table
         page.run("window.fetch = () => new Promise(() => {})")

@@ -10,14 +10,18 @@ import os
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
+
+from isobit.observe.figures import Column
 from isobit.observe.growing_file import LONGEST_LINE, LOOK_S, GrowingFile
 from isobit.store.journals import parsed_line
 from isobit.util.plain_files import open_plain
@@ -26,9 +30,12 @@ PAGE = 50
 """Completions of a page of results."""
 
 
+Order = Literal["newest", "oldest", "best", "worst", "longest", "shortest"]
+
+
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Which completions are wanted; what is empty or None does not matter."""
+    """Which completions are wanted, and in which order; an empty field or None filters nothing."""
 
     source: str = ""
     """A set's name, ``train``, or ``eval`` for all sets of evaluations."""
@@ -39,62 +46,121 @@ class Query:
     first_step: float = -math.inf
     last_step: float = math.inf
     lowest: float | None = None
-    """Reward.  One that failed is in no range."""
+    """The lowest reward.  A failed reward is in no range."""
     highest: float | None = None
+    order: Order = "newest"
 
 
 class Index:
-    """Step, source, prompt, reward and the mean reward of its group, 32 bytes a completion."""
+    """Step, source, prompt, reward, length and the mean reward of its group, 40 bytes a completion,
+    by its place in the run's files.
+    """
 
     def __init__(self) -> None:
-        self.steps, self.rewards = array("q"), array("d")
-        """A reward that failed is not a number."""
-        self.means = array("d")
-        """Of the valid rewards of its group where they are written beside it, else its own."""
+        self._steps, self._lengths = array("q"), array("q")
+        self._rewards, self._means = array("d"), array("d")
         self._sources, self._prompts = array("I"), array("I")
-        self._names: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
         self._texts: list[str] = []
 
     def __len__(self) -> int:
-        return len(self.steps)
+        return len(self._steps)
 
     def add(self, content: Mapping[str, Any]) -> None:
-        step, reward = content.get("step"), content.get("reward")
-        self.steps.append(step if isinstance(step, int) and abs(step) < 1 << 62 else -1)
-        self.rewards.append(reward if isinstance(reward, int | float) else math.nan)
+        """Add the next completion, a line or a row."""
         group = content.get("group_rewards")
-        valid = [one for one in group if isinstance(one, int | float)] if group else []
-        self.means.append(fmean(valid) if valid else self.rewards[-1])
+        rewards = map(_finite, group) if isinstance(group, list) else ()
+        valid = [reward for reward in rewards if not math.isnan(reward)]
+        reward = _finite(content.get("reward"))
+        self._steps.append(_whole(content.get("step")))
+        self._lengths.append(_whole(content.get("tokens")))
+        self._rewards.append(reward)
+        self._means.append(fmean(valid) if valid else reward)
         self._sources.append(self._number(str(content.get("source", ""))))
         self._prompts.append(self._number(str(content.get("prompt_id", ""))))
 
     def _number(self, name: str) -> int:
-        if name not in self._names:
-            self._names[name] = len(self._texts)
+        if name not in self._numbers:
+            self._numbers[name] = len(self._texts)
             self._texts.append(name)
-        return self._names[name]
+        return self._numbers[name]
 
+    @property
+    def steps(self) -> Column:
+        """[completions] the step of each."""
+        return np.array(self._steps)
+
+    @property
+    def rewards(self) -> Column:
+        """[completions] NaN where it failed."""
+        return np.array(self._rewards)
+
+    @property
+    def means(self) -> Column:
+        """[completions] the mean of the valid rewards of its group where they are written beside
+        it, else its own reward.
+        """
+        return np.array(self._means)
+
+    @property
     def sources(self) -> list[str]:
-        """In the order of their first appearance."""
+        """The sources, in the order of their first appearance."""
         return [self._texts[number] for number in dict.fromkeys(self._sources)]
 
-    def source(self, place: int) -> str:
-        return self._texts[self._sources[place]]
+    def key(self, place: int) -> tuple[int, str, str]:
+        """Step, source and prompt of a completion; those of one group share them."""
+        source, prompt = self._sources[place], self._prompts[place]
+        return self._steps[place], self._texts[source], self._texts[prompt]
 
-    def prompt_id(self, place: int) -> str:
-        return self._texts[self._prompts[place]]
+    def reward(self, place: int) -> float:
+        """The reward of one completion; NaN where it failed."""
+        return self._rewards[place]
 
-    def fits(self, place: int, query: Query) -> bool:
-        """Whether a completion is one of those that are wanted, its text aside."""
-        source, reward = self.source(place), self.rewards[place]
-        is_eval = source != "train"
-        return (
-            query.source in ("", source, "eval" if is_eval else source)
-            and query.first_step <= self.steps[place] <= query.last_step
-            and query.prompt_id in self.prompt_id(place)
-            and (query.lowest is None or reward >= query.lowest)
-            and (query.highest is None or reward <= query.highest)
-        )
+    def steps_of(self, source: str) -> Column:
+        """The steps with completions of a source, ascending."""
+        number = self._numbers.get(source, -1)
+        return np.unique(self.steps[np.array(self._sources) == number])
+
+    def select(self, query: Query) -> Column:
+        """The places of the completions that are wanted, their text aside, in their order."""
+        steps, rewards = self.steps, self.rewards
+        wanted = (steps >= query.first_step) & (steps <= query.last_step)
+        if query.source:
+            wanted &= self._named(self._sources, lambda name: _is_of(name, query.source))
+        if query.prompt_id:
+            wanted &= self._named(self._prompts, lambda name: query.prompt_id in name)
+        if query.lowest is not None:
+            wanted &= rewards >= query.lowest
+        if query.highest is not None:
+            wanted &= rewards <= query.highest
+        places = np.flatnonzero(wanted)
+        if query.order in ("newest", "oldest"):
+            return places if query.order == "oldest" else places[::-1]
+        by_reward = query.order in ("best", "worst")
+        values = (rewards if by_reward else np.array(self._lengths))[places]
+        sign = -1 if query.order in ("best", "longest") else 1
+        return places[np.argsort(sign * values, kind="stable")]  # failed rewards are last
+
+    def _named(self, numbers: "array[int]", fits: Callable[[str], bool]) -> Column:
+        wanted = [number for number, name in enumerate(self._texts) if fits(name)]
+        return np.isin(np.array(numbers), wanted)
+
+
+def _is_of(source: str, wanted: str) -> bool:
+    return source == wanted or (wanted == "eval" and source != "train")
+
+
+def _finite(value: Any) -> float:
+    is_number = isinstance(value, int | float) and abs(value) < 1e308
+    return float(value) if is_number else math.nan
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) and abs(value) < 1 << 62 else -1
+
+
+Match = tuple[int, dict[str, Any]]
+"""A completion's place and everything about it."""
 
 
 class Completions(ABC):
@@ -108,28 +174,43 @@ class Completions(ABC):
 
     @abstractmethod
     def read(self, place: int) -> dict[str, Any]:
-        """Everything about one.  Raises OSError where it is there no more."""
+        """Everything about one completion.  Raises OSError where it is there no more."""
 
     @property
     @abstractmethod
     def progress(self) -> float:
         """The share of the files that is read, 0 to 1."""
 
+    @abstractmethod
+    def step_rewards(self, step: int, source: str) -> list[float]:
+        """The rewards of a step's completions of a source, NaN where one failed."""
+
     def find(
-        self, query: Query, at: int, step: int, seconds: float = LOOK_S
-    ) -> tuple[list[tuple[int, dict[str, Any]]], int | None]:
-        """A page of what is wanted, from place ``at`` on in steps of 1 or -1, and where the search
-        goes on, None at the end.  After ``seconds`` it ends with what it has found.
+        self,
+        query: Query,
+        after: int | None = None,
+        backwards: bool = False,
+        most: int = PAGE,
+        seconds: float = LOOK_S,
+    ) -> tuple[list[Match], int | None]:
+        """One page of matches behind the place ``after``, or from the start, and the place to
+        continue behind, or None at the end.  It ends early after ``seconds``.
         """
-        until, found, text = monotonic() + seconds, list[tuple[int, dict[str, Any]]](), query.text
-        while 0 <= at < len(self.index) and len(found) < PAGE and monotonic() < until:
-            if self.index.fits(at, query):
-                with suppress(OSError):  # of a file that is gone or was cut
-                    content = self.read(at)
-                    if not text or text.lower() in _words(content):
-                        found.append((at, content))
-            at += step
-        return found, at if 0 <= at < len(self.index) else None
+        until, text = monotonic() + seconds, query.text.lower()
+        order = self.index.select(query)
+        order = order[::-1] if backwards else order
+        if after is not None:
+            here = np.flatnonzero(order == after)
+            order = order[here[0] + 1 :] if len(here) else order[:0]
+        matches: list[Match] = []
+        for number, place in enumerate(map(int, order), start=1):
+            with suppress(OSError):  # of a file that is gone or was cut
+                content = self.read(place)
+                if not text or text in _words(content):
+                    matches.append((place, content))
+            if len(matches) >= most or monotonic() >= until:
+                return matches, place if number < len(order) else None
+        return matches, None
 
 
 def _words(content: Mapping[str, Any]) -> str:
@@ -141,11 +222,7 @@ def _words(content: Mapping[str, Any]) -> str:
 
 
 class LineCompletions(GrowingFile, Completions):
-    """Those of ``completions.jsonl``."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._clear()
+    """The samples of ``completions.jsonl``, each with the rewards of its group."""
 
     def _clear(self) -> None:
         self.index, self._offsets = Index(), array("Q")
@@ -166,9 +243,19 @@ class LineCompletions(GrowingFile, Completions):
             raise FileNotFoundError(f"{self.path} has changed")
         return content
 
+    def step_rewards(self, step: int, source: str) -> list[float]:
+        """The rewards of whole groups, as far as they were sampled."""
+        groups: dict[str, list[float]] = {}
+        query = Query(source, first_step=step, last_step=step)
+        for place in map(int, self.index.select(query)):
+            rewards = self.read(place).get("group_rewards")
+            if isinstance(rewards, list):
+                groups[self.index.key(place)[2]] = list(map(_finite, rewards))
+        return list(chain.from_iterable(groups.values()))
+
 
 class TableCompletions(Completions):
-    """Those of the Parquet files of ``completions/``, in the order of their steps."""
+    """The completions of the Parquet files of ``completions/``, in the order of their steps."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -217,10 +304,14 @@ class TableCompletions(Completions):
 
         self._seen[path] = about
         self._files.append((order, path, len(self.index)))
-        columns = ["step", "source", "prompt_id", "reward"]
+        columns = ["step", "source", "prompt_id", "reward", "tokens"]
         with suppress(OSError, ArrowException, KeyError):  # a damaged file has no completions
             for row in parquet.read_table(path, columns=columns).to_pylist():
                 self.index.add(row)
+
+    def step_rewards(self, step: int, source: str) -> list[float]:
+        query = Query(source, first_step=step, last_step=step)
+        return self.index.rewards[self.index.select(query)].tolist()
 
     @property
     def progress(self) -> float:

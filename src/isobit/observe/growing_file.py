@@ -1,10 +1,11 @@
 """The lines of a file that another process is writing.
 
 A file of lines is read on from where the last look ended, for a limited time, up to its last whole
-line.  A file that was replaced or cut, as by a run that is resumed, is read anew.  Links in place
-of a run's files are not followed, and of a file that is not there nothing is known.
+line.  A file that was replaced or cut, as by a run that is resumed, is read anew.  Of a file that
+is not there nothing is known.
 """
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -18,8 +19,7 @@ from isobit.util.plain_files import open_plain
 LOOK_S = 0.5
 """How long one look at a file may read."""
 LONGEST_LINE = 64 << 20
-
-
+"""Bytes; a longer line is left out."""
 HEAD = 64
 """Bytes before the place of a look that must be as they were, or the file is read anew."""
 
@@ -27,24 +27,39 @@ HEAD = 64
 class GrowingFile(ABC):
     """The whole lines of a file that grows."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, follow_links: bool = False) -> None:
         self.path = path
+        self._follow_links = follow_links
         self.version = 0
         """A number that changes with what is known of the file."""
         self.position, self.size, self.damaged = 0, 0, 0
         """Bytes that were read, bytes that are there, lines that cannot be read."""
+        self._lines_read, self._is_torn = 0, False
+        """Whole lines that were read; whether an unfinished one follows them."""
         self._identity, self._last, self._in_long_line = (0, 0), b"", False
+        self._clear()
 
     @property
     def is_read(self) -> bool:
         """Whether the last look left nothing; an unfinished line does not count."""
         return self.position >= self.size
 
+    def read_whole(self, problems: list[str]) -> None:
+        """Read to the end; what is missing or damaged becomes a sentence among the problems."""
+        self.look(math.inf)
+        damaged, lines = self.damaged + self._is_torn, self._lines_read + self._is_torn
+        if not self.path.is_file():
+            problems.append(f"{self.path.name} is missing: the page lacks what it holds")
+        elif damaged:
+            problems.append(
+                f"{self.path.name}: {damaged} of {lines} lines cannot be read and are left out"
+            )
+
     def look(self, seconds: float = LOOK_S) -> None:
         """Read on, for that long at most."""
         until = monotonic() + seconds
         try:
-            with open_plain(self.path, follow_links=False) as file:
+            with open_plain(self.path, self._follow_links) as file:
                 self._find_place(file)
                 for at, line in self._lines(file, until):
                     content = parsed_line(line)
@@ -68,6 +83,7 @@ class GrowingFile(ABC):
         if self.position:
             self.version += 1
         self.position, self.size, self.damaged = 0, 0, 0
+        self._lines_read, self._is_torn = 0, False
         self._identity, self._last, self._in_long_line = (0, 0), b"", False
         self._clear()
 
@@ -76,13 +92,14 @@ class GrowingFile(ABC):
             line = file.readline(LONGEST_LINE)
             is_whole = line.endswith(b"\n")
             if not is_whole and len(line) < LONGEST_LINE:
-                self.size = self.position
+                self.size, self._is_torn = self.position, bool(line)
                 return
             at, self.position = self.position, self.position + len(line)
             self._last = line[-HEAD:]
             if is_whole and not self._in_long_line:
                 yield at, line
             self.damaged += is_whole and self._in_long_line
+            self._lines_read += is_whole
             self._in_long_line = not is_whole
 
     @abstractmethod
@@ -92,3 +109,13 @@ class GrowingFile(ABC):
     @abstractmethod
     def _clear(self) -> None:
         """Forget every line."""
+
+
+class GrowingLines(GrowingFile):
+    """The objects of a file's lines, all in memory."""
+
+    def _take(self, at: int, content: dict[str, Any]) -> None:
+        self.objects.append(content)
+
+    def _clear(self) -> None:
+        self.objects: list[dict[str, Any]] = []

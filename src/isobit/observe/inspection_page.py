@@ -9,9 +9,11 @@ from pathlib import Path
 from textwrap import wrap
 
 from isobit.memory.speed import describe_step
+from isobit.observe.figures import Figures
 from isobit.observe.inspection import HIGH_CREST, GpuFigures, Inspection
-from isobit.observe.report.chart import Chart, Curve, Figures, Panel, draw
+from isobit.observe.report.chart import Chart, Panel, draw
 from isobit.observe.report.headline import Tile
+from isobit.observe.report.series import Curve
 from isobit.observe.report.templates import render_page, write_page
 from isobit.precision.quant_tensor import EightBitFigures, Format, together
 from isobit.util.terminal import gib

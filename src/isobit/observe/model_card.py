@@ -5,6 +5,7 @@ are escaped so that they can be neither markup nor a key of the front matter.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,6 @@ from isobit.models.config import ModelConfig
 from isobit.models.decoder import parameter_count
 from isobit.models.folder import base_folder
 from isobit.models.hub import is_hub_name
-from isobit.observe.report.panels import evaluation_sets, is_accuracy
 from isobit.observe.report.templates import visible
 from isobit.observe.run_record import RunRecord
 from isobit.precision.flow import PrecisionFlow, describe_flow
@@ -67,8 +67,7 @@ class CardFacts:
 def model_card(facts: CardFacts) -> str:
     record = facts.record
     if record is not None and facts.step is not None:
-        until = {at: row for at, row in record.figures.items() if at <= facts.step}
-        record = replace(record, figures=until)
+        record = replace(record, figures=record.figures.between(-math.inf, facts.step))
         facts = replace(facts, record=record)
     sections = [
         f"---\n{_front_matter(facts)}\n---",
@@ -166,11 +165,11 @@ def _results(record: RunRecord) -> list[EvalResult] | None:
     """Each evaluation set at its last measurement."""
     found = []
     for figure in ("accuracy", "loss"):
-        for name in evaluation_sets(record.names, figure):
+        for name in record.evaluation_sets(figure):
             values = record.values(f"eval/{name}/{figure}")
             if not values:
                 continue
-            metric = figure if figure == "loss" or is_accuracy(record, name) else "mean_reward"
+            metric = figure if figure == "loss" or record.is_accuracy(name) else "mean_reward"
             sources = record.setting("config", "data", "eval", name)
             hub = _hub_datasets(sources) or [_one_line(name)]
             found.append(
@@ -283,15 +282,15 @@ def _evaluations(record: RunRecord) -> list[str]:
     """Each evaluation set at the first and the last measurement."""
     lines = []
     for figure in ("accuracy", "loss"):
-        for name in evaluation_sets(record.names, figure):
+        for name in record.evaluation_sets(figure):
             key = f"eval/{name}/{figure}"
-            measured = [at for at, row in record.figures.items() if row.get(key) is not None]
+            measured = record.steps_of(key)
             if not measured:
                 continue
             first, last = measured[0], measured[-1]
             before, after = (_figure(record, at, name, figure) for at in (first, last))
             after = after if last > first else "\N{EN DASH}"
-            label = figure if figure == "loss" or is_accuracy(record, name) else "mean reward"
+            label = figure if figure == "loss" or record.is_accuracy(name) else "mean reward"
             lines.append((_plain(f"{name} {label}"), before, after, str(last)))
     header = ("evaluation", "first", "last", "measured after step")
     return [_table(header, lines)] if lines else []
@@ -301,7 +300,7 @@ def _figure(record: RunRecord, step: int, name: str, figure: str) -> str:
     row = record.figures[step]
     value = row[f"eval/{name}/{figure}"]
     assert value is not None
-    if figure == "loss" or not is_accuracy(record, name):
+    if figure == "loss" or not record.is_accuracy(name):
         return f"{value:.4f}"
     low, high = (row.get(f"eval/{name}/{side}") for side in ("low", "high"))
     if low is None or high is None:

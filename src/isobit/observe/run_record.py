@@ -5,22 +5,22 @@ torn last line and no summary.
 """
 
 import json
-import math
-import os
-from collections.abc import Mapping
-from contextlib import suppress
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from isobit.config.precision import precision_name
 from isobit.observe.completion_files import LineCompletions, TableCompletions
-from isobit.observe.growing_file import GrowingFile
+from isobit.observe.figures import Figures, GrowingFigures
+from isobit.observe.growing_file import GrowingLines
 from isobit.store.directory import RunDirectory
-from isobit.store.journals import parsed_line
 from isobit.store.lock import is_held
 from isobit.util.errors import ConfigError
-from isobit.util.plain_files import open_plain, read_plain
+from isobit.util.plain_files import read_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,7 @@ class RunRecord:
     root: Path
     manifest: Mapping[str, Any]
     """``run.json``; empty where it cannot be read."""
-    figures: Mapping[int, Mapping[str, float | None]]
-    """The figures of ``metrics.jsonl`` by step, ascending; None where one was not finite."""
+    figures: Figures
     completions: tuple[Mapping[str, Any], ...]
     finished: bool
     """Whether the summary is there, which a run writes last."""
@@ -57,17 +56,30 @@ class RunRecord:
 
     @property
     def names(self) -> list[str]:
-        """Every figure that the run has written, in the order of its first appearance."""
-        return list(dict.fromkeys(name for figures in self.figures.values() for name in figures))
+        """Every metric that the run has written, in the order of its first appearance."""
+        return self.figures.names
 
     def values(self, metric: str) -> list[float]:
-        """A figure of each step that has it, in the order of the steps."""
-        rows = self.figures.values()
-        return [value for row in rows if (value := row.get(metric)) is not None]
+        """The finite values of a metric, in the order of the steps."""
+        return self.figures.values_of(metric)
 
     def total(self, metric: str) -> float:
-        """The sum of a figure over all steps."""
-        return sum(self.values(metric))
+        """The sum of a metric over all steps."""
+        return float(np.sum(self.values(metric)))
+
+    def steps_of(self, metric: str) -> list[int]:
+        """The steps with a finite value of a metric."""
+        return self.figures.steps[np.isfinite(self.figures.column(metric))].tolist()
+
+    def evaluation_sets(self, figure: str = "accuracy") -> list[str]:
+        """The evaluation sets that have ``figure``."""
+        pattern = re.compile(rf"eval/(?P<name>.+)/{figure}", re.DOTALL)
+        return [match["name"] for name in self.names if (match := pattern.fullmatch(name))]
+
+    def is_accuracy(self, name: str) -> bool:
+        """Whether every reward of a set was 0 or 1, so that their mean is an accuracy."""
+        values = self.values(f"eval/{name}/accuracy")
+        return f"eval/{name}/right" not in self.names and all(0 <= value <= 1 for value in values)
 
 
 def read_run(root: Path) -> RunRecord:
@@ -86,16 +98,41 @@ def read_run(root: Path) -> RunRecord:
             "(its `output`)"
         )
     problems: list[str] = []
+    manifest = read_object(directory.manifest, problems)
+    figures = GrowingFigures(directory.metrics, follow_links=True)
+    completions = GrowingLines(directory.completions, follow_links=True)
+    figures.read_whole(problems)
+    completions.read_whole(problems)
+    return _record(root, manifest, figures.figures, problems, completions.objects)
+
+
+def _record(
+    root: Path,
+    manifest: Mapping[str, Any],
+    figures: Figures,
+    problems: Sequence[str],
+    completions: Sequence[Mapping[str, Any]] = (),
+    follow_links: bool = True,
+) -> RunRecord:
+    directory = RunDirectory(root)
+    is_link = not follow_links and directory.ending.is_symlink()
     return RunRecord(
         root=root,
-        manifest=read_object(directory.manifest, problems),
-        figures=_figures(_read_lines(directory.metrics, problems)),
-        completions=tuple(_read_lines(directory.completions, problems)),
+        manifest=manifest,
+        figures=figures,
+        completions=tuple(completions),
         finished=directory.summary.is_file(),
-        ending=read_object(root / "ending.json", []),
+        ending={} if is_link else read_object(directory.ending, []),
         is_running=is_held(root),
         problems=tuple(problems),
     )
+
+
+def record_of(root: Path, figures: Figures, problems: Sequence[str] = ()) -> RunRecord:
+    """The record of a run with these figures and no completions; links are not followed."""
+    path, found = RunDirectory(root).manifest, list(problems)
+    manifest = {} if path.is_symlink() else read_object(path, found)
+    return _record(root, manifest, figures, found, follow_links=False)
 
 
 def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
@@ -115,84 +152,12 @@ def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
     return content
 
 
-def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; lines that are none are counted and left out."""
-    try:
-        text = read_plain(path, largest=None).decode("utf-8", "replace")
-    except OSError:
-        problems.append(f"{path.name} is missing: the page lacks what it holds")
-        return []
-    lines = text.removesuffix("\n").split("\n") if text else []  # a line may contain U+2028
-    objects: list[dict[str, Any]] = []
-    for line in lines:
-        with suppress(ValueError, RecursionError):
-            if isinstance(content := json.loads(line), dict):
-                objects.append(content)
-    if len(objects) < len(lines):
-        problems.append(
-            f"{path.name}: {len(lines) - len(objects)} of {len(lines)} lines cannot be read and "
-            "are left out"
-        )
-    return objects
-
-
-def _figures(lines: list[dict[str, Any]]) -> dict[int, dict[str, float | None]]:
-    steps: dict[int, dict[str, float | None]] = {}
-    for line in lines:
-        add_figures(steps, line)
-    return dict(sorted(steps.items()))
-
-
-def add_figures(steps: dict[int, dict[str, float | None]], line: Mapping[str, Any]) -> None:
-    """Add the finite numbers and nulls of a line to those of its step, training and evaluation
-    together; a later line replaces figures of an earlier one.
-    """
-    step = line.get("step")
-    if isinstance(step, int):
-        row = steps.setdefault(step, {})
-        for name, value in line.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if name != "step" and (value is None or (is_number and math.isfinite(value))):
-                row[name] = value
-
-
-"""Bytes; a longer line is left out."""
-TAIL = 1 << 18
-"""Bytes at the end of ``metrics.jsonl`` that the list of runs reads."""
-
-
-class GrowingFigures(GrowingFile):
-    """The figures of ``metrics.jsonl`` by step, as ``RunRecord`` has them."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.steps: dict[int, dict[str, float | None]] = {}
-
-    def _take(self, at: int, content: dict[str, Any]) -> None:
-        add_figures(self.steps, content)
-
-    def _clear(self) -> None:
-        self.steps = {}
-
-
-def last_figures(path: Path) -> dict[int, dict[str, float | None]]:
-    """The figures in the last lines of a file, which may be long; none where there is no file."""
-    steps: dict[int, dict[str, float | None]] = {}
-    with suppress(OSError), open_plain(path, follow_links=False) as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL))
-        for line in file.read(TAIL).split(b"\n"):
-            if (content := parsed_line(line)) is not None:
-                add_figures(steps, content)
-    return steps
-
-
 class WatchedRun:
     """A run's directory and what was read of it so far."""
 
     def __init__(self, root: Path) -> None:
         directory = RunDirectory(root)
-        self.root, self._directory = root, directory
+        self.root = root
         self.figures = GrowingFigures(directory.metrics)
         self.samples = LineCompletions(directory.completions)
         self.kept = TableCompletions(directory.kept_completions)
@@ -200,26 +165,6 @@ class WatchedRun:
     def record(self) -> RunRecord:
         """What the report reads, without completions, after one more look at the figures."""
         self.figures.look()
-        problems = list[str]()
-        if self.figures.damaged:
-            problems.append(f"metrics.jsonl: {self.figures.damaged} lines cannot be read")
-        return record_of(self.root, self.figures.steps, problems)
-
-
-def record_of(
-    root: Path, steps: Mapping[int, Mapping[str, float | None]], problems: list[str]
-) -> RunRecord:
-    """The record of a run with these figures and no completions.  ``problems`` may grow."""
-    directory = RunDirectory(root)
-    return RunRecord(
-        root=root,
-        manifest={}
-        if directory.manifest.is_symlink()
-        else read_object(directory.manifest, problems),
-        figures=dict(sorted(steps.items())),
-        completions=(),
-        finished=directory.summary.is_file(),
-        ending={} if directory.ending.is_symlink() else read_object(directory.ending, []),
-        is_running=is_held(root),
-        problems=tuple(problems),
-    )
+        damaged = self.figures.damaged
+        problems = [f"metrics.jsonl: {damaged} lines cannot be read"] if damaged else []
+        return record_of(self.root, self.figures.figures, problems)

@@ -3,26 +3,37 @@
 import math
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isobit.observe.figures import Figures
 from isobit.observe.report.chart import (
     BOTTOM,
     LEFT,
-    MAX_POINTS,
     RIGHT,
+    STEPS,
     TOP,
-    Curve,
     Panel,
-    axis_range,
-    buckets_of,
     draw,
+    draw_series,
+)
+from isobit.observe.report.numbers import (
+    axis_range,
     duration_text,
     number_text,
-    points_of,
     round_ticks,
     tick_text,
+)
+from isobit.observe.report.series import (
+    MAX_POINTS,
+    Axis,
+    Buckets,
+    Curve,
+    View,
+    mean_of,
+    series_of,
 )
 
 FIGURES = {step: {"loss": float(step), "other": 1.0} for step in range(1, 501)}
@@ -65,18 +76,75 @@ def test_other_texts_of_numbers() -> None:
 
 
 def test_long_runs_keep_every_extreme() -> None:
-    figures = {
-        step: {"loss": 100.0 if step == 250 else 1.0, "differing": 1.0 if step == 77 else 0.0}
-        for step in range(1, 501)
+    figures = Figures.of_rows(
+        {
+            step: {"loss": 100.0 if step == 250 else 1.0, "differing": 1.0 if step == 77 else 0.0}
+            for step in range(1, 501)
+        }
+    )
+    loss, differing = Curve("loss", "loss"), Curve("differing", "differing", take="max")
+    series = [one for curve in (loss, differing) if (one := series_of(figures, curve, STEPS))]
+    buckets = Buckets.of(series, "step")
+    assert len(buckets.starts) <= MAX_POINTS
+    assert buckets.largest(series[0]) == 4
+    points = buckets.points(series[0], "mean")
+    assert max(point.high or 0.0 for point in points) == 100.0
+    assert math.isclose(max(point.value or 0.0 for point in points), (100.0 + 3.0) / 4)
+    assert sum(point.value or 0.0 for point in buckets.points(series[1], "max")) == 1.0
+
+
+@pytest.mark.parametrize("axis", ["step", "hours", "tokens"])
+@pytest.mark.parametrize("count", [1, 7, 150, 151, 4001])
+def test_every_step_is_in_one_point_on_every_axis(axis: Axis, count: int) -> None:
+    generator = np.random.default_rng(count)
+    rows: dict[int, dict[str, float | None]] = {
+        step: {
+            "loss": float(step % 91),
+            "time/training_s": float(generator.exponential()) + 0.01,
+            "tokens_per_s/training": 50.0,
+        }
+        for step in range(3, 3 + count)
     }
-    buckets = buckets_of(figures, ["loss"])
-    assert len(buckets) <= MAX_POINTS
-    assert [step for bucket in buckets for step in bucket.steps] == list(range(1, 501))
-    loss = points_of(figures, Curve("loss", "loss"), buckets)
-    assert max(point.high or 0.0 for point in loss) == 100.0
-    assert math.isclose(max(point.value or 0.0 for point in loss), (100.0 + 3.0) / 4)
-    differing = points_of(figures, Curve("differing", "differing", take="max"), buckets)
-    assert sum(point.value or 0.0 for point in differing) == 1.0
+    rows[3 + count // 2]["loss"] = -1e6
+    panel = Panel("Loss", "", (Curve("loss", "loss"),))
+    chart = draw(panel, rows, View(axis))
+    assert chart is not None and len(chart.rows) == len(chart.hits) <= MAX_POINTS
+    assert chart.columns[0] == axis
+    assert "\u22121,000,000" in {cell for row in chart.rows for cell in row}
+    chart = draw(panel, rows, View(axis, first=5, last=8))
+    assert (chart is None) == (count < 3)
+    assert chart is None or len(chart.rows) == min(4, count - 2)
+
+
+def test_a_run_without_times_has_no_curves_over_time() -> None:
+    rows = {step: {"loss": 1.0 * step} for step in range(5)}
+    assert draw(Panel("Loss", "", (Curve("loss", "loss"),)), rows, View("hours")) is None
+
+
+def test_smoothing_is_a_mean_of_the_last_points_beside_what_it_was() -> None:
+    rows: dict[int, dict[str, float | None]] = {
+        step: {"loss": None if step == 4 else float(step)} for step in range(1, 8)
+    }
+    chart = draw(Panel("Loss", "", (Curve("loss", "loss"),)), rows, View(smoothing=3))
+    assert chart is not None and chart.latest == "7"
+    assert [row[1] for row in chart.rows] == ["1", "1.5", "2", "\u2013", "4", "5.5", "6"]
+    assert chart.marks[0].raw.count("M") == 2 and "last 3" in chart.points_note
+    plain = draw(Panel("Loss", "", (Curve("loss", "loss"),)), rows)
+    assert plain is not None and plain.marks[0].raw == "" != plain.marks[0].line
+
+
+def test_the_mean_of_runs_has_a_band_from_the_lowest_to_the_highest() -> None:
+    curve = Curve("a", "a")
+    runs: list[dict[int, float | None]] = [{1: 1.0, 2: 4.0}, {1: 3.0, 2: None, 3: 5.0}]
+    series = [
+        series_of(Figures.of_rows({step: {"a": v} for step, v in run.items()}), curve, STEPS)
+        for run in runs
+    ]
+    mean = mean_of([one for one in series if one is not None])
+    assert mean.steps.tolist() == mean.x.tolist() == [1, 2, 3]
+    assert mean.value.tolist() == [2.0, 4.0, 5.0]
+    assert mean.low is not None and mean.low.tolist() == [1.0, 4.0, 5.0]
+    assert mean.high is not None and mean.high.tolist() == [3.0, 4.0, 5.0]
 
 
 def test_all_geometry_lies_inside_the_plot() -> None:
@@ -104,15 +172,16 @@ def test_a_step_without_a_value_is_a_gap() -> None:
 
 def test_each_of_several_runs_has_its_own_steps() -> None:
     """Seen before: a run's curve was torn at every step that only another run has."""
-    figures: dict[int, dict[str, float | None]] = {}
-    for run, steps in (("0", range(0, 31, 5)), ("1", range(0, 31, 10))):
-        for step in steps:
-            figures.setdefault(step, {}).update(
-                {f"{run}:a": step / 40 + 0.1, f"{run}:low": 0.0, f"{run}:high": 0.9}
-            )
-    figures[15]["0:a"] = None
-    curves = tuple(Curve(f"{n}:a", n, between=(f"{n}:low", f"{n}:high")) for n in "01")
-    chart = draw(Panel("set", "", curves, compared=True), figures)
+    curve = Curve("a", "a", between=("low", "high"))
+    series = []
+    for steps in (range(0, 31, 5), range(0, 31, 10)):
+        rows: dict[int, dict[str, float | None]] = {
+            step: {"a": step / 40 + 0.1, "low": 0.0, "high": 0.9} for step in steps
+        }
+        if 15 in rows:
+            rows[15]["a"] = None
+        series.append(series_of(Figures.of_rows(rows), curve, STEPS))
+    chart = draw_series(Panel("set", "", (curve, curve), compared=True), series, STEPS)
     assert chart is not None
     first, second = chart.marks
     assert second.line.count("M") == 1 and second.line.count("L") == 3 and second.bars == ""

@@ -2,13 +2,18 @@
 every chart.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
-from isobit.observe.report.chart import Curve, Panel, draw
+import numpy as np
+
+from isobit.observe.figures import ABSENT, Figures
+from isobit.observe.report.chart import STEPS, Chart, Panel, draw_series
 from isobit.observe.report.headline import state_of, tiles_of
 from isobit.observe.report.panels import MOST_CURVES, Section, panels_of, section_of
+from isobit.observe.report.series import PHASES, Curve, View, mean_of, minus, series_of
 from isobit.observe.report.settings import flatten
 from isobit.observe.report.templates import MARKER, render_page, write_page
 from isobit.observe.run_record import RunRecord, read_run
@@ -19,8 +24,12 @@ COMPARISON = Path("comparison.html")
 """Where the page of several runs is written by default."""
 
 _SECONDS = "time/step_s"
-_PHASES = ("time/rollout_s", "time/grading_s", "time/training_s")
 _TIME = Panel("Time a step", "seconds", (Curve(_SECONDS, "seconds"),), "without evaluation")
+
+Combination = Literal["overlay", "paired", "seeds"]
+"""How several runs are drawn: a curve of each; the difference of each later run to the first, at
+the steps that both have; or the mean over the runs whose recipes differ in seeds alone.
+"""
 
 Row = tuple[str, Sequence[tuple[str, str]]]
 """A row of a table: its name, and for each run a text and a detail in small print."""
@@ -44,13 +53,20 @@ def write_comparison(roots: Sequence[Path], out: Path) -> Path:
         name=" against ".join(names),
         names=names,
         refresh=0,
-        states=[state_of(record) for record in records],
-        settings=differing_settings(records),
-        ends=ends_of(records),
-        notes=notes_on(records),
         sections=compare_sections(records, names),
+        **describe_comparison(records),
     )
     return write_page(page, out, MARKER)
+
+
+def describe_comparison(records: Sequence[RunRecord]) -> dict[str, Any]:
+    """What stands above the charts: states, notes, where the runs ended, and their recipes."""
+    return {
+        "states": [state_of(record) for record in records],
+        "notes": notes_on(records),
+        "ends": ends_of(records),
+        "settings": differing_settings(records),
+    }
 
 
 def differing_settings(records: Sequence[RunRecord]) -> list[Row]:
@@ -59,6 +75,18 @@ def differing_settings(records: Sequence[RunRecord]) -> list[Row]:
     keys = dict.fromkeys(key for table in tables for key in table if key != "output")
     rows = [(key, [(table.get(key, ""), "") for table in tables]) for key in keys]
     return [(key, cells) for key, cells in rows if len(set(cells)) > 1]
+
+
+def seed_groups(records: Sequence[RunRecord]) -> dict[frozenset[tuple[str, str]], list[int]]:
+    """The places of the runs that have one recipe, but for seeds and ``output``, by recipe."""
+    groups: dict[frozenset[tuple[str, str]], list[int]] = {}
+    for place, record in enumerate(records):
+        rows = flatten(record.setting("config") or {})
+        recipe = frozenset(
+            row for row in rows if row[0].rpartition(".")[2] not in ("output", "seed")
+        )
+        groups.setdefault(recipe, []).append(place)
+    return groups
 
 
 def ends_of(records: Sequence[RunRecord]) -> list[Row]:
@@ -84,64 +112,56 @@ def notes_on(records: Sequence[RunRecord]) -> list[str]:
 
 
 def compare_sections(
-    records: Sequence[RunRecord], names: Sequence[str], paired: bool = False
+    records: Sequence[RunRecord],
+    names: Sequence[str],
+    how: Combination = "overlay",
+    view: View = STEPS,
 ) -> list[Section]:
-    """Each chart of a single run's page, for its first curve, with a curve of each run; ``paired``
-    with the difference of each later run to the first, at the steps that both have.
-    """
-    figures: dict[int, dict[str, float | None]] = {}
+    """Each chart of a single run's page, for its first curve, with a curve of each run."""
     panels: dict[str, dict[str, Panel]] = {}
-    for place, record in enumerate(records):
-        for step, row in record.figures.items():
-            figures.setdefault(step, {}).update(
-                {f"{place}:{name}": value for name, value in _with_seconds(row).items()}
-            )
-        for title, found in panels_of(record).items():
-            for panel in found:
+    for record in records:
+        for title, several in panels_of(record).items():
+            for panel in several:
                 panels.setdefault(title, {}).setdefault(panel.title, panel)
     panels.setdefault("Speed", {})[_TIME.title] = _TIME
-    figures = dict(sorted(figures.items()))
-    if paired:
-        figures = {step: _differences(row, len(records)) for step, row in figures.items()}
-    drawn = [
-        section_of(
-            title, [draw(_of_all(panel, names, paired), figures) for panel in found.values()]
-        )
-        for title, found in panels.items()
+    figures = [_with_seconds(record.figures) for record in records]
+    groups = [[place] for place in range(len(records))]
+    if how == "seeds":
+        groups = list(seed_groups(records).values())
+
+    def chart(panel: Panel) -> Chart | None:
+        curve = panel.curves[0]
+        runs = [series_of(one, curve, view) for one in figures]
+        if how == "paired":
+            first = runs[0]
+            rest = [first and series and minus(series, first) for series in runs[1:]]
+            series = [None, *rest]
+        else:
+            several = [[one for place in group if (one := runs[place])] for group in groups]
+            series = [mean_of(one) if len(one) > 1 else one[0] if one else None for one in several]
+        labels = [", ".join(names[place] for place in group) for group in groups]
+        return draw_series(_of_runs(panel, labels, how), series, view)
+
+    sections = [
+        section_of(title, list(map(chart, several.values()))) for title, several in panels.items()
     ]
-    return [section for section in drawn if section.charts or section.constants]
+    return [section for section in sections if section.charts or section.constants]
 
 
-def _with_seconds(row: Mapping[str, float | None]) -> dict[str, float | None]:
-    spent = [row.get(phase) or 0.0 for phase in _PHASES if phase in row]
-    return {**row, **({_SECONDS: sum(spent)} if "time/training_s" in row else {})}
+def _with_seconds(figures: Figures) -> Figures:
+    phases = [figures.column(phase) for phase in PHASES]
+    spent = np.sum([np.where(np.isfinite(phase), phase, 0.0) for phase in phases], axis=0)
+    is_training = ~np.isnan(figures.column("time/training_s"))
+    return figures.with_column(_SECONDS, np.where(is_training, spent, ABSENT))
 
 
-def _differences(row: Mapping[str, float | None], runs: int) -> dict[str, float | None]:
-    """Of a step, the figures of each later run minus those of the first, where both are known."""
-    found: dict[str, float | None] = {}
-    for name, value in row.items():
-        place, _, metric = name.partition(":")
-        first = row.get(f"0:{metric}")
-        if 0 < int(place) < runs and value is not None and first is not None:
-            found[name] = value - first
-    return found
-
-
-def _of_all(panel: Panel, names: Sequence[str], paired: bool) -> Panel:
+def _of_runs(panel: Panel, labels: Sequence[str], how: Combination) -> Panel:
     first = panel.curves[0]
-    between = None if paired else first.between
-    curves = [
-        replace(
-            first,
-            metric=f"{place}:{first.metric}",
-            label=name,
-            between=between and (f"{place}:{between[0]}", f"{place}:{between[1]}"),
-        )
-        for place, name in enumerate(names)
-    ]
     unit = f"{panel.unit}, {first.label}" if len(panel.curves) > 1 else panel.unit
     note = panel.note
-    if paired:
-        unit, note = f"{unit}, minus {names[0]}" if unit else f"minus {names[0]}", ""
-    return replace(panel, unit=unit, note=note, curves=tuple(curves), compared=True)
+    if how == "paired":
+        unit, note = f"{unit}, minus {labels[0]}" if unit else f"minus {labels[0]}", ""
+    elif how == "seeds":
+        note = "mean of the runs of one recipe; band: the lowest to the highest of them"
+    curves = tuple(replace(first, label=label) for label in labels)
+    return replace(panel, unit=unit, note=note, curves=curves, compared=True)

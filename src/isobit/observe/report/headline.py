@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from isobit.config.algorithm_rules import ONE_SAMPLE
-from isobit.observe.report.chart import duration_text, number_text
-from isobit.observe.report.panels import evaluation_sets, is_accuracy
+from isobit.observe.report.numbers import duration_text, number_text
 from isobit.observe.run_record import RunRecord
-from isobit.records.no_signal import REASONS_WITHOUT_SIGNAL, describe_reasons
 
 TRUNCATED = 0.05
 """A larger share of the last step's completions at the length limit is a notice."""
@@ -30,18 +30,19 @@ def notices(record: RunRecord) -> Iterator[str]:
         )
     if skipped := record.total("updates/skipped"):
         yield f"{skipped:,.0f} updates were skipped: loss or gradient norm was not finite"
-    steps = [row for row in record.figures.values() if "updates/skipped" in row]
+    is_training = ~np.isnan(record.figures.column("updates/skipped"))
     if without_signal := record.total("updates/without_signal"):
-        without = sum(row.get("updates/taken") == 0 for row in steps)
-        untaught = {name: record.total(f"no_signal/{name}") for name in REASONS_WITHOUT_SIGNAL}
-        why = f" ({describe_reasons(untaught, advise=True)})" if any(untaught.values()) else ""
+        without = np.sum(is_training & (record.figures.column("updates/taken") == 0))
+        untaught = {name: record.total(f"no_signal/{name}") for name in UNTAUGHT}
+        why = f" ({describe_untaught(untaught, advise=True)})" if any(untaught.values()) else ""
         yield (
             f"{without_signal:,.0f} updates had nothing to learn from; no weight changed in "
-            f"{without:,} of {len(steps):,} steps{why}"
+            f"{without:,} of {np.sum(is_training):,} steps{why}"
         )
-    shares = [v for row in steps if (v := row.get("reward/level_share")) is not None]
+    level = record.figures.column("reward/level_share")[is_training]
+    shares = level[np.isfinite(level)]
     compares = record.setting("config", "algorithm", "name") not in ONE_SAMPLE
-    if compares and shares and (mean := sum(shares) / len(shares)) > LEVEL:
+    if compares and len(shares) and (mean := shares.mean()) > LEVEL:
         yield (
             f"{100 * mean:.0f}% of all groups were level: no two of their rewards differ, and "
             "nothing is learnt from them; the problems are too easy or too hard for this model"
@@ -71,10 +72,10 @@ class Tile:
 
 def tiles_of(record: RunRecord) -> list[Tile]:
     """Losses of fine-tuning first, then evaluations, then the rest."""
-    losses = evaluation_sets(record.names, "loss")[:_MOST_SETS]
+    losses = record.evaluation_sets("loss")[:_MOST_SETS]
     return [
         *(_change(record, name) for name in losses),
-        *(_accuracy(record, name) for name in evaluation_sets(record.names)[:_MOST_SETS]),
+        *(_accuracy(record, name) for name in record.evaluation_sets()[:_MOST_SETS]),
         *_differing(record, "log_prob_diff", "log-probabilities"),
         *_differing(record, "routing_diff", "routings"),
         *_last(record),
@@ -91,15 +92,15 @@ def _change(record: RunRecord, name: str) -> Tile:
 
 
 def _accuracy(record: RunRecord, name: str) -> Tile:
-    rows = [row for row in record.figures.values() if row.get(f"eval/{name}/accuracy") is not None]
-    if not rows:
+    steps = record.steps_of(f"eval/{name}/accuracy")
+    if not steps:
         return Tile(f"{name} accuracy", number_text(None), "no evaluation has a figure")
-    first, last = rows[0], rows[-1]
+    first, last = record.figures[steps[0]], record.figures[steps[-1]]
     before, after = (row[f"eval/{name}/accuracy"] or 0.0 for row in (first, last))
-    percent = is_accuracy(record, name)
+    percent = record.is_accuracy(name)
     low, high = (last.get(f"eval/{name}/{side}") for side in ("low", "high"))
     problems = last.get(f"eval/{name}/problems")
-    parts = [] if len(rows) == 1 else [f"from {number_text(before, percent)}"]
+    parts = [] if len(steps) == 1 else [f"from {number_text(before, percent)}"]
     if low is not None and high is not None:
         parts.append(f"95% interval {number_text(low, percent)} to {number_text(high, percent)}")
     if not percent:
@@ -146,13 +147,8 @@ def _time(record: RunRecord) -> Iterator[Tile]:
 def state_of(record: RunRecord) -> str:
     """How many steps are done, and whether the run goes on."""
     steps = record.setting("config", "training", "steps")
-    done = max(
-        (
-            step
-            for step, row in record.figures.items()
-            if any(not name.startswith(("eval/", "time/")) for name in row)
-        ),
-        default=0,
+    done = record.figures.last_step(
+        name for name in record.names if not name.startswith(("eval/", "time/"))
     )
     of = f"{done} of {steps} steps" if isinstance(steps, int) else f"{done} steps"
     if record.finished:

@@ -9,7 +9,7 @@ from isobit.observe.report.flow_view import view_flow
 from isobit.observe.report.headline import notices, reason_of, state_of, tiles_of
 from isobit.observe.report.panels import build_sections
 from isobit.observe.report.samples import SHADES, choose_samples
-from isobit.observe.report.settings import flatten, view_settings
+from isobit.observe.report.settings import view_environment, view_settings
 from isobit.observe.report.templates import MARKER, render_page, write_page
 from isobit.observe.run_record import RunRecord, read_run
 from isobit.util.errors import ConfigError
@@ -29,7 +29,6 @@ def write_report(root: Path, out: Path | None = None) -> Path:
 def render(record: RunRecord, refresh: bool = False) -> str:
     """The page as text; with ``refresh`` a browser reloads it every ``REFRESH_S`` seconds."""
     changed, unchanged = view_settings(record.setting("config"))
-    about = ("started", "device", "versions", "model", "data")
     return render_page(
         "report.html",
         MARKER,
@@ -47,7 +46,7 @@ def render(record: RunRecord, refresh: bool = False) -> str:
         shades=SHADES,
         changed=changed,
         unchanged=unchanged,
-        environment=list(flatten({key: record.setting(key) for key in about})),
+        environment=view_environment(record.manifest),
     )
 
 

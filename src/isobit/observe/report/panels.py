@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from isobit.observe.report.chart import Chart, Curve, Panel, draw
+from isobit.observe.report.chart import STEPS, Chart, Panel, draw
+from isobit.observe.report.series import Curve, View
 from isobit.observe.run_record import RunRecord
 from isobit.records.metrics import METRICS, TABLE, Metric, chosen_name, find_metric
 
@@ -31,13 +32,7 @@ class Section:
     folded: bool = False
 
 
-def evaluation_sets(names: Sequence[str], figure: str = "accuracy") -> list[str]:
-    """The evaluation sets that have ``figure`` among the names of figures."""
-    pattern = re.compile(rf"eval/(?P<name>.+)/{figure}", re.DOTALL)
-    return [found["name"] for name in names if (found := pattern.fullmatch(name))]
-
-
-def build_sections(record: RunRecord) -> list[Section]:
+def build_sections(record: RunRecord, view: View = STEPS) -> list[Section]:
     """The sections that have anything to show."""
     panels = panels_of(record)
     shown = {
@@ -53,7 +48,7 @@ def build_sections(record: RunRecord) -> list[Section]:
     note = f"{left_out} more figures are in metrics.jsonl only" if left_out > 0 else ""
 
     def drawn(panels: Sequence[Panel]) -> list[Chart | None]:
-        return [draw(panel, record.figures) for panel in panels]
+        return [draw(panel, record.figures, view) for panel in panels]
 
     found = [section_of(title, drawn(chosen)) for title, chosen in panels.items()]
     found.append(section_of("Other figures", drawn(others[:MOST_OTHERS]), note, folded=True))
@@ -77,8 +72,7 @@ def panels_of(record: RunRecord) -> dict[str, list[Panel]]:
         if row.chart and not name.endswith("/pass@1"):
             section = next(title for title, rows in TABLE.items() if row in rows)
             _add_curve(sections[section], record, row, name)
-    rows = record.figures.values()
-    if not any(row.get("log_prob_diff/tokens_compared") or "mismatch/k1" in row for row in rows):
+    if not record.total("log_prob_diff/tokens_compared") and "mismatch/k1" not in record.names:
         del sections["Rollout against training"]  # the figures of no comparison are zeros
     return sections
 
@@ -93,7 +87,7 @@ def _add_curve(panels: list[Panel], record: RunRecord, row: Metric, name: str) -
         note = panels[place].note if row.name.startswith("eval/") else ""
         panels[place] = replace(panels[place], curves=curves, note=note)
     elif row.name == "eval/SET/accuracy":
-        percent = is_accuracy(record, chosen_name(name))
+        percent = record.is_accuracy(chosen_name(name))
         sides = f"{name.removesuffix('accuracy')}low", f"{name.removesuffix('accuracy')}high"
         unit = "accuracy" if percent else "mean reward"
         curve = Curve(name, unit, between=sides)
@@ -104,12 +98,6 @@ def _add_curve(panels: list[Panel], record: RunRecord, row: Metric, name: str) -
         unit = "" if row.unit.startswith("-") else row.unit
         plain = re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", row.help).replace("`", "")
         panels.append(Panel(title, unit, (curve,), plain, unit == "share"))
-
-
-def is_accuracy(record: RunRecord, name: str) -> bool:
-    """Whether every reward of an evaluation set was 0 or 1, so that their mean is an accuracy."""
-    values = record.values(f"eval/{name}/accuracy")
-    return f"eval/{name}/right" not in record.names and all(0 <= value <= 1 for value in values)
 
 
 _ORDER = {name: place for place, name in enumerate(METRICS)}

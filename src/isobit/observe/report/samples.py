@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TypeVar
 
-from isobit.observe.report.chart import MINUS, number_text
+from isobit.observe.report.numbers import MINUS, number_text
 from isobit.records.rounding import are_level, settled
 
 T = TypeVar("T")

@@ -45,3 +45,9 @@ def _without_defaults(config: Any) -> dict[str, Any]:
             continue
         return made.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     return {}
+
+
+def view_environment(manifest: Mapping[str, Any]) -> list[Row]:
+    """The entries of a manifest on the machine, versions, model and data."""
+    names = ("started", "device", "versions", "model", "data")
+    return list(flatten({name: manifest.get(name) for name in names}))

@@ -3,7 +3,6 @@
 "use strict";
 
 const POLL_MS = 3000;
-const BEYOND = 1e15; // a place behind every completion
 const SHADES = [-0.1, -0.5, -1.0, -2.0, -4.0]; // as the report's, in nats
 const content = document.getElementById("content");
 const status = document.getElementById("status");
@@ -199,16 +198,36 @@ document.addEventListener("pointerdown", () => { tip.hidden = true; });
 
 function tabs(run, here) {
   return el("nav.tabs", { "aria-label": "parts of this run" },
-    [["run", "Curves"], ["completions", "Completions"]].map(([view, text]) => el("a", { href: address(view, { run }), "aria-current": view === here ? "page" : null }, text)));
+    [["run", "Curves"], ["rewards", "Rewards"], ["completions", "Completions"]].map(([view, text]) => el("a", { href: address(view, { run }), "aria-current": view === here ? "page" : null }, text)));
 }
 
-// Two fields for a range of steps; go is called with the new range.
-function range(values, go) {
-  const [from, to] = ["from", "to"].map((name) => el("input", { type: "number", min: 0, step: 1, value: values.get(name) || "", inputmode: "numeric" }));
-  const form = el("form.controls", { onsubmit: (event) => { event.preventDefault(); go(from.value, to.value); } },
-    field("From step", from, ".narrow"), field("to step", to, ".narrow"), el("button", { type: "submit" }, "Show these steps"),
-    el("button", { type: "button", onclick: () => go("", "") }, "All steps"));
-  return form;
+function select(options, value) {
+  const input = el("select", {}, options.map(([name, text]) => el("option", { value: name }, text)));
+  input.value = value;
+  return input;
+}
+
+const VIEW = ["from", "to", "axis", "smooth"];
+const AXES = [["", "steps"], ["hours", "hours spent"], ["tokens", "tokens trained on"]];
+const SMOOTH = [["", "no"], ["5", "5 points"], ["20", "20 points"], ["100", "100 points"], ["500", "500 points"]];
+
+// How the curves are drawn: a range of steps, the x axis and smoothing; go is called with what was chosen.
+function viewControls(values, go) {
+  const inputs = {
+    from: el("input", { type: "number", min: 0, step: 1, value: values.get("from") || "", inputmode: "numeric" }),
+    to: el("input", { type: "number", min: 0, step: 1, value: values.get("to") || "", inputmode: "numeric" }),
+    axis: select(AXES, values.get("axis") || ""),
+    smooth: select(SMOOTH, values.get("smooth") || ""),
+  };
+  const chosen = () => go(Object.fromEntries(VIEW.map((name) => [name, inputs[name].value])));
+  for (const name of ["axis", "smooth"]) inputs[name].addEventListener("change", chosen);
+  return el("form.controls", { onsubmit: (event) => { event.preventDefault(); chosen(); } },
+    field("From step", inputs.from, ".narrow"), field("to step", inputs.to, ".narrow"), el("button", { type: "submit" }, "Show these steps"),
+    el("button", { type: "button", onclick: () => go({}) }, "All steps"), field("X axis", inputs.axis), field("Smoothing", inputs.smooth));
+}
+
+function viewOf(values) {
+  return Object.fromEntries(VIEW.map((name) => [name, values.get(name)]));
 }
 
 function live(name, values, holder) {
@@ -227,26 +246,26 @@ function live(name, values, holder) {
 function viewRun(values) {
   const run = values.get("run");
   const holder = el("div", {}, loading());
-  const go = (from, to) => { location.hash = address("run", { run, from, to }); };
-  show(run, [[run]], el("h1", {}, run), tabs(run, "run"), range(values, go), holder);
-  return live("run", { run, from: values.get("from"), to: values.get("to") }, holder);
+  const go = (view) => { location.hash = address("run", { run, ...view }); };
+  show(run, [[run]], el("h1", {}, run), tabs(run, "run"), viewControls(values, go), holder);
+  return live("run", { run, ...viewOf(values) }, holder);
 }
 
 // --- Comparison ---------------------------------------------------------------------------------
 
 function viewCompare(values) {
   const runs = values.getAll("run");
-  const paired = values.get("paired") === "1";
+  const how = values.get("how") || "";
   const holder = el("div", {}, loading());
-  const kept = { run: runs, from: values.get("from"), to: values.get("to") };
-  const go = (from, to) => { location.hash = address("compare", { run: runs, paired: paired ? 1 : "", from, to }); };
-  const choices = [["", "Overlay"], [1, "Paired: difference to the first"]].map(([value, text]) =>
-    el("button", { type: "button", "aria-pressed": String(Boolean(value) === paired), onclick: () => { location.hash = address("compare", { ...kept, paired: value }); } }, text));
+  const kept = { run: runs, how, ...viewOf(values) };
+  const go = (view) => { location.hash = address("compare", { run: runs, how, ...view }); };
+  const choices = [["", "Overlay"], ["paired", "Paired: difference to the first"], ["seeds", "Mean over seeds"]].map(([value, text]) =>
+    el("button", { type: "button", "aria-pressed": String(value === how), onclick: () => { location.hash = address("compare", { ...kept, how: value }); } }, text));
   const others = runs.slice(1).map((other) => el("li", {}, el("a", { href: address("pairs", { run: [runs[0], other] }) }, `${runs[0]} against ${other}`)));
   show(runs.join(" against "), [["comparison"]], el("h1", {}, runs.join(" against ")),
-    el("div.controls", { role: "group", "aria-label": "how curves are compared" }, choices), range(values, go),
+    el("div.controls", { role: "group", "aria-label": "how curves are compared" }, choices), viewControls(values, go),
     el("div", {}, el("b", {}, "Answers to the same prompts, in pairs:"), el("ul.plain", {}, others)), holder);
-  return live("compare", { ...kept, paired: paired ? 1 : "" }, holder);
+  return live("compare", kept, holder);
 }
 
 async function viewPairs(values) {
@@ -282,14 +301,15 @@ async function viewPairs(values) {
 // --- Completions --------------------------------------------------------------------------------
 
 const WHICH = [["1", "kept (completions/)"], ["0", "samples (completions.jsonl)"]];
+const ORDERS = [["", "newest first"], ["oldest", "oldest first"], ["best", "highest reward first"], ["worst", "lowest reward first"], ["longest", "longest first"], ["shortest", "shortest first"]];
 const FILTERS = ["source", "from", "to", "prompt", "lowest", "highest", "text", "order", "kept"];
 
 function viewCompletions(values) {
   const run = values.get("run");
   const inputs = {
-    source: el("select", {}, el("option", { value: "" }, "all"), el("option", { value: "train" }, "training"), el("option", { value: "eval" }, "evaluations")),
-    order: el("select", {}, el("option", { value: "" }, "newest first"), el("option", { value: "oldest" }, "oldest first")),
-    kept: el("select", {}, WHICH.map(([value, text]) => el("option", { value }, text))),
+    source: select([["", "all"], ["train", "training"], ["eval", "evaluations"]], ""),
+    order: select(ORDERS, ""),
+    kept: select(WHICH, ""),
     text: el("input", { type: "search" }),
     prompt: el("input", { type: "search" }),
   };
@@ -319,7 +339,7 @@ function viewCompletions(values) {
   }
 
   function row(one) {
-    const href = address("completion", { run, kept: which, place: one.place });
+    const href = address("completion", { run, ...given, kept: which, place: one.place });
     const turns = one.turns === null ? "" : `, ${one.turns} turns`;
     return el("tr", {}, cell("step", number(one.step)), cell("set", one.source === "train" ? "training" : one.source),
       el("td.mono", { "data-label": "prompt" }, el("div.soft", {}, one.prompt_id), one.prompt),
@@ -343,7 +363,7 @@ function viewCompletions(values) {
     more.disabled = true;
     const full = shown + 50;
     do {
-      const said = await ask("completions", { run, ...given, kept: which, at: next });
+      const said = await ask("completions", { run, ...given, kept: which, after: next });
       if (mine !== visit) return;
       inputs.kept.value = which = said.of_kept ? "1" : "0";
       body.append(...said.rows.map(row));
@@ -372,7 +392,7 @@ function viewCompletions(values) {
   async function look(isCurrent) {
     let said, wasLong = false;
     do {
-      said = await ask("completions", { run, kept: which, at: BEYOND });
+      said = await ask("completions", { run, kept: which, most: 0 });
       if (!isCurrent()) return;
       tell(said);
       say(`${said.running ? "running" : "not running"}${said.progress < 1 ? `, ${Math.floor(100 * said.progress)}% read` : ""}`, said.running);
@@ -451,9 +471,54 @@ function turnsOf(messages, rewards) {
   });
 }
 
+// Links to what is before and behind, also by the keys p and n.
+function neighbours(view, name, said, values, ...others) {
+  const links = [["previous", "p"], ["next", "n"]].map(([where, key]) => (said[where] === null
+    ? el("span.soft", {}, `no ${where}`)
+    : el("a", { href: address(view, { ...values, [name]: said[where] }), "data-key": key, "aria-keyshortcuts": key }, where)));
+  return el("nav.neighbours", { "aria-label": "neighbours" }, links, others);
+}
+
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.altKey || event.metaKey || event.target.closest("input, select, textarea")) return;
+  const link = content.querySelector(`a[data-key="${CSS.escape(event.key)}"]`);
+  if (link) location.hash = link.getAttribute("href");
+});
+
+// --- The rewards of a step ----------------------------------------------------------------------
+
+async function viewRewards(values) {
+  const run = values.get("run"), mine = visit;
+  let said;
+  do {
+    said = await ask("rewards", { run, kept: values.get("kept"), source: values.get("source"), step: values.get("step") });
+    if (mine !== visit) return;
+    say(said.progress < 1 ? `${Math.floor(100 * said.progress)}% read` : "", said.running);
+  } while (said.progress < 1);
+  const kept = said.of_kept ? "1" : "0";
+  const inputs = {
+    source: select(said.sources.map((name) => [name, name === "train" ? "training" : name]), said.source),
+    step: el("input", { type: "number", step: 1, value: said.step ?? "", inputmode: "numeric" }),
+    kept: select(WHICH, kept),
+  };
+  const go = (event) => {
+    event.preventDefault();
+    location.hash = address("rewards", { run, source: inputs.source.value, step: inputs.step.value, kept: inputs.kept.value });
+  };
+  const form = el("form.controls", { onsubmit: go, onchange: go }, field("Set", inputs.source), field("Step", inputs.step, ".narrow"), field("Which", inputs.kept), el("button", { type: "submit" }, "Show"));
+  const holder = el("div.one");
+  const listed = { run, kept, source: said.source, from: said.step, to: said.step };
+  const what = said.of_kept ? "Of all completions that the run has kept of this step." : "Of the groups of which completions.jsonl has samples.";
+  show(`Rewards of ${run}`, [[run, address("run", { run })], ["rewards"]], el("h1", {}, run), tabs(run, "rewards"), form,
+    neighbours("rewards", "step", said, { run, kept, source: said.source }, said.step === null ? null : el("a", { href: address("completions", listed) }, "completions of this step")),
+    holder, el("p.soft", {}, said.html ? what : "No completion of this step has a reward."));
+  place(holder, said.html);
+}
+
 async function viewCompletion(values) {
   const run = values.get("run"), kept = values.get("kept") || "", mine = visit;
-  const said = await ask("completion", { run, kept, place: values.get("place") });
+  const filters = Object.fromEntries(FILTERS.map((name) => [name, values.get(name)]));
+  const said = await ask("completion", { run, ...filters, place: values.get("place") });
   if (mine !== visit) return;
   const parts = Object.entries(said.reward_parts || {});
   const valid = (said.group_rewards || []).filter((one) => typeof one === "number");
@@ -475,10 +540,11 @@ async function viewCompletion(values) {
   const hasAdvantage = typeof said.advantage === "number" || Array.isArray(said.advantages);
   const choices = [["log-probability", true], ["advantage", hasAdvantage]].map(([by, there]) => el("button", { type: "button", "data-by": by, disabled: !there, onclick: () => draw(by) }, `by ${by}`));
   const beside = said.group.length > 1 ? [el("h2", {}, "The same prompt in this step"), el("ul.group", {}, said.group.map((one) =>
-    el("li", {}, el("a", { href: address("completion", { run, kept, place: one.place }), "aria-current": one.place === said.place ? "true" : null }, one.reward === null ? "failed" : `reward ${number(one.reward)}`))))] : [];
+    el("li", {}, el("a", { href: address("completion", { run, ...filters, place: one.place }), "aria-current": one.place === said.place ? "true" : null }, one.reward === null ? "failed" : `reward ${number(one.reward)}`))))] : [];
   const missing = said.missing.length ? [el("div.card.below", { role: "note" }, el("b", {}, "Not recorded"), el("ul.plain", {}, said.missing.map((one) => el("li", {}, one))))] : [];
-  show(`Completion of ${run}`, [[run, address("run", { run })], ["completions", address("completions", { run, kept })], [`${said.source} step ${said.step}`]],
+  show(`Completion of ${run}`, [[run, address("run", { run })], ["completions", address("completions", { run, ...filters })], [`${said.source} step ${said.step}`]],
     el("h1", {}, `${said.prompt_id}, step ${number(said.step)}`),
+    neighbours("completion", "place", said, { run, ...filters }, el("a", { href: address("rewards", { run, kept, source: said.source, step: said.step }) }, "rewards of this step")),
     el("dl.card.facts", {}, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))), ...beside,
     el("h2", {}, "Prompt"), el("div.card.text.mono", { tabindex: 0, role: "group", "aria-label": "prompt" }, said.prompt ?? ""),
     ...(Array.isArray(said.messages) ? [el("h2", {}, "Turns"), el("div.card", {}, turnsOf(said.messages, said.turn_rewards))] : [el("h2", {}, "Completion"), el("div.card.text.mono", { tabindex: 0, role: "group", "aria-label": "completion" }, said.completion ?? "")]),
@@ -488,7 +554,7 @@ async function viewCompletion(values) {
 
 // --- Which view ---------------------------------------------------------------------------------
 
-const VIEWS = { "": viewRuns, run: viewRun, compare: viewCompare, pairs: viewPairs, completions: viewCompletions, completion: viewCompletion };
+const VIEWS = { "": viewRuns, run: viewRun, compare: viewCompare, pairs: viewPairs, rewards: viewRewards, completions: viewCompletions, completion: viewCompletion };
 
 async function route() {
   if (location.hash && !location.hash.startsWith("#/")) return; // a place on the page
