@@ -1,6 +1,7 @@
 """The quickstart's figures in the pages are those of the stored run."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,13 +11,13 @@ FIGURES = json.loads(quickstart.STORED.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("page", quickstart.PAGES, ids=lambda page: page.name)
-def test_a_page_has_the_figures_of_the_stored_run(page) -> None:
+def test_a_page_has_the_figures_of_the_stored_run(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert "<!-- quickstart: " in text
     assert quickstart.with_figures(text, FIGURES) == text, "python -m tools.quickstart_figures"
 
 
-def test_figures_are_taken_from_a_run(tmp_path) -> None:
+def test_figures_are_taken_from_a_run(tmp_path: Path) -> None:
     """A run's files with the stored figures give these figures."""
     evaluations = [
         {"step": step} | {f"eval/held_out/{name}": value for name, value in FIGURES[key].items()}
