@@ -15,7 +15,7 @@ from isobit.config.base import MAX_PROCESSES
 from isobit.util.errors import IsobitError
 
 if TYPE_CHECKING:
-    from isobit.commands.diff import Comparison
+    from isobit.commands.diff import RunComparison
     from isobit.parallel.world import World
 
 
@@ -58,7 +58,7 @@ class _DiffersError(IsobitError):
     exit_code = 1
 
 
-def _describe(root: Path, result: "Comparison") -> str:
+def _describe(root: Path, result: "RunComparison") -> str:
     from isobit.commands.replay import describe_steps
 
     assert result.steps is not None
