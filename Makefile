@@ -54,8 +54,8 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(VENV)/bin/pytest --numprocesses $(TEST_WORK
 test: $(READY)
 	$(PYTEST)
 
-test-all: $(READY)
-	$(PYTEST) --all
+test-all: test
+	$(PYTEST) --rest
 
 lint: $(READY)
 	$(VENV)/bin/ruff check

@@ -2,6 +2,7 @@
 
     pytest                the quick suite: every behaviour is guarded once
     pytest --all          everything: whole grids, kills at every phase, soaks
+    pytest --rest         what the quick suite leaves out, alone (`make test-all` runs both)
 
 Three marks say what the quick suite leaves out, beside the test that they speak of:
 
@@ -33,10 +34,11 @@ def examples(count: int) -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="whole grids, kills and soaks too")
+    parser.addoption("--rest", action="store_true", help="whole grids, kills and soaks alone")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    _state["all"] = bool(config.getoption("--all"))
+    _state["all"] = bool(config.getoption("--all") or config.getoption("--rest"))
     settings.register_profile(
         "isobit",
         deadline=None,
@@ -51,9 +53,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--all"):
         return
     left_out = set(left_out_of(items))
-    if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
+    if config.getoption("--rest"):
+        wanted = [item for item in items if item in left_out or _tries_examples(item)]
+    else:
+        wanted = [item for item in items if item not in left_out]
+    if len(wanted) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(wanted)])
+        items[:] = wanted
+
+
+def _tries_examples(item: pytest.Item) -> bool:
+    """Whether a property is tested, of which the quick suite tries few examples."""
+    return hasattr(getattr(item, "obj", None), "hypothesis")
 
 
 def left_out_of(items: Sequence[pytest.Item]) -> list[pytest.Item]:

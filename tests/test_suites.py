@@ -29,13 +29,16 @@ def test_grid(a, b, c): pass
 @pytest.mark.parametrize("a", range(9))
 def test_many(a): pass
 
-def test_examples(): print("examples", examples(100), examples(20))
+print("examples", examples(100), examples(20))
+
+@given(strategies.integers())
+def test_property(value): pass
 """
 
 
 @pytest.mark.parametrize(
     ("words", "passed", "examples"),
-    [([], 1 + 10 + 2 + 1, "10 5"), (["--all"], 1 + 2 + 27 + 9 + 1, "100 20")],
+    [([], 1 + 10 + 2 + 1, "10 5"), (["--all"], 40, "100 20"), (["--rest"], 40 - 14 + 1, "100 20")],
 )
 def test_marks(pytester: pytest.Pytester, words: list[str], passed: int, examples: str) -> None:
     pytester.makepyfile(FILE)
