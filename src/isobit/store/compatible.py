@@ -2,7 +2,7 @@
 
 What may change leaves the result of every step as it was.  Anything else has to be allowed by name
 (``--allow-change``) and is journalled.  Inputs are data, reward code, tokenizers
-(``isobit.run.data``) and the class of bits (``isobit.store.manifest``).
+(``isobit.run.digests``) and the class of bits (``isobit.store.manifest``).
 """
 
 import json

@@ -256,7 +256,7 @@ class TrainingRun(Protocol):
     @property
     def inputs(self) -> Mapping[str, str]:
         """Digests by name of what is read beside the recipe: data, tokenizer, the user's code
-        (``isobit.run.data``).  They must be the same when a run is resumed.
+        (``isobit.run.digests``).  They must be the same when a run is resumed.
         """
         ...
 
