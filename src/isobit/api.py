@@ -154,7 +154,7 @@ def generate(
 
     ``settings`` are the key device, keys of the tables precision and rollout, and those of rollout
     by themselves.  One sample is greedy and several are drawn at temperature 1, unless they say
-    otherwise.  Raises what ``isobit.commands.evaluate.rollout_folder`` raises.
+    otherwise.  Raises what ``isobit.commands.rollout.rollout_folder`` raises.
     """
     flat = {f"rollout.{key}": settings.pop(key) for key in _SAMPLING & settings.keys()}
     with _configured(GenerationConfig, {}, settings | flat) as config:

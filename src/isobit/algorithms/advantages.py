@@ -207,7 +207,9 @@ def _returns(sequence: TokenSequence, reward: float, gamma: float) -> list[float
     """R_1 .. R_n of n turns, at least one.  Each sum is rounded once, so that the order of rewards
     does not matter where nothing is discounted.
     """
-    kl, turns, begin = _penalties(sequence), _turn_rewards(sequence), 0
+    kl = _penalties(sequence)
+    turns = _turn_rewards(sequence)
+    begin = 0
     rewards = list[float]()
     for length in sequence.turn_lengths or [0]:
         span = slice(begin, begin + length)
@@ -261,7 +263,9 @@ def advantages_and_returns(
         delta_t = r_t + gamma * V_{t+1} - V_t
         A_t     = delta_t + gamma * lam * A_{t+1}        the value head learns A_t + V_t
     """
-    advantages, following, next_value = [], 0.0, 0.0
+    advantages = []
+    following = 0.0
+    next_value = 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         delta = reward + gamma * next_value - value
         following = delta + gamma * lam * following

@@ -264,7 +264,9 @@ def first_difference(ours: Line, theirs: Line) -> str | None:
     NaN equals NaN.
     """
     found = differing = _differing(ours, theirs)
-    path, one, other = list[Any](), None, None
+    path = list[Any]()
+    one = None
+    other = None
     while found:
         key, one, other = found[0]
         path.append(key)

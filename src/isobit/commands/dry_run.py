@@ -138,7 +138,9 @@ def plan_training(
     if resume:
         preview(config, plan.inputs, device, allowed, start.append)
     cluster, back_end = plan.config.cluster, support(device.type)
-    processes, time, name = cluster.processes - cluster.rollouters, None, ""
+    processes = cluster.processes - cluster.rollouters
+    time = None
+    name = ""
     if back_end.has_own_memory:
         memory = plan_device_memory(plan, device, processes, cluster.processes, card=card)
         pages = memory.pages if plan.samples_here else _AT_SERVERS

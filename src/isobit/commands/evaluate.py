@@ -93,7 +93,9 @@ def _evaluate(
     graders: Graders,
     world: World,
 ) -> Evaluation[EvalResult]:
-    engine, requests, data = evaluator.engine, evaluator.requests, config.data
+    engine = evaluator.engine
+    requests = evaluator.requests
+    data = config.data
     if world.rank == 0:
         say_end_of_turn(model, config.rollout, data.chat)
     if world.rank > 0:

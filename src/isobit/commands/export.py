@@ -233,7 +233,9 @@ def _of_checkpoint(
     )
     if recipe.lora is not None:
         config = replace(config, lora=Lora.of(recipe.lora))
-    base, masters, adapters = base_folder(model_folder(recipe.model)), None, None
+    base = base_folder(model_folder(recipe.model))
+    masters = None
+    adapters = None
     if config.lora is None:
         masters = MasterTensors.of(checkpoint.folder / MASTERS, config)
     else:
@@ -383,7 +385,9 @@ def _merged(source: ExportSource) -> MergedTensors:
 
 def _rounding(source: ExportSource, merged: MergedTensors, target: Path) -> float:
     """``ExportResult.rounding``, of a folder that was written."""
-    written, errors, changes = FolderCheckpoint.open(target, source.config), 0.0, 0.0
+    written = FolderCheckpoint.open(target, source.config)
+    errors = 0.0
+    changes = 0.0
     for name in checkpoint_shapes(source.config):
         change = merged.change(name)
         if change is not None:

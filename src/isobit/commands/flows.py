@@ -120,10 +120,15 @@ class _Bench:
         reward_models: Mapping[str, Path],
         console: Console,
     ) -> None:
-        self._model, self._config, self._requests = model, config, requests
-        self._answers, self._graders, self._console = answers, graders, console
+        self._model = model
+        self._config = config
+        self._requests = requests
+        self._answers = answers
+        self._graders = graders
+        self._console = console
         self._device = choose_device(config.device, model.config, PrecisionConfig(preset="bf16"))
-        self._rewards = ModelRewards(config.reward, reward_models, self._device, config.data.date)
+        folders = reward_models if graders is not None else {}
+        self._rewards = ModelRewards(config.reward, folders, self._device, config.data.date)
         self._base: _Base | None = None
 
     @property
@@ -289,10 +294,8 @@ def compare_flows(
         with Graders(config.reward) if graded else nullcontext() as graders:
             if graders is not None:
                 graders.describe()
-            folders = folders if graded else {}
-            bench = _Bench(
-                described, config, requests, answers, graders, folders, console or silent()
-            )
+            console = console or silent()
+            bench = _Bench(described, config, requests, answers, graders, folders, console)
             figures = [bench.measure(one) for one in figures]
             tokens = bench.tokens
         comparison = replace(comparison, flows=figures, problems=len(requests), tokens=tokens)

@@ -55,7 +55,9 @@ def read_tools(
 
     Raises ConfigError for a chat template that cannot be continued.
     """
-    schemas, leads, speaks = environments.tools(), environments.leads, environments.speaks
+    schemas = environments.tools()
+    leads = environments.leads
+    speaks = environments.speaks
     if leads and not (chat.chat and tokenizer.chat_template):
         why = "data.chat is false" if tokenizer.chat_template else "the tokenizer has none"
         raise ConfigError(f"an environment of verifiers needs a chat template, but {why}")

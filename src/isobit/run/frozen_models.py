@@ -52,7 +52,9 @@ class Reference:
         self.frozen = frozen
         self.refreshes = 0
         """How often it has taken the policy's weights."""
-        self._policy, self._folder, self._every = policy, folder, refresh_every
+        self._policy = policy
+        self._folder = folder
+        self._every = refresh_every
 
     def refresh_if_due(self, step: int) -> bool:
         """Take the policy's weights if it is time after ``step`` steps, before anything of the last
@@ -154,7 +156,9 @@ def _described_reference(
     config: RunConfig, model: DescribedModel, policy: DescribedModel, longest: int
 ) -> ModelConfig:
     """The shape of another model than the policy's own, which has to fit."""
-    name, shape, wanted = config.reference.model, model.config, frozen_config(policy.config)
+    name = config.reference.model
+    shape = model.config
+    wanted = frozen_config(policy.config)
     _check_tokens("reference.model", str(name), model, policy, longest)
     if config.reference.refresh_every and shape != wanted:
         raise ConfigError(

@@ -235,7 +235,10 @@ class RlLog(TrainingLog[EvalResult]):
         no rollouters sample for this process.
         """
         assert isinstance(run.config, RunConfig)
-        self._run, self._config, self._sampling, self._exact = run, run.config, sampling, exact
+        self._run = run
+        self._config = run.config
+        self._sampling = sampling
+        self._exact = exact
         self._turns, self._samples_here = turns, samples_here
         self.replay = replay
         self._comparison = Comparison()

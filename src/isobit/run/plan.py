@@ -76,7 +76,7 @@ class Plan(Generic[Config, Data]):
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Digests of what is read beside the recipe (``isobit.run.data``); reads the files."""
+        """Digests of what is read beside the recipe (``isobit.run.digests``); reads the files."""
         content, model = self.data.digests(), self.model
         read = digests(self.config, model.folder, self.source.from_scratch, content)
         size = model.config.tokenizer_size
@@ -144,7 +144,9 @@ def plan_device_memory(
     Raises ConfigError where the plan does not fit, and where the main memory does not hold what is
     to go there.
     """
-    config, training, shape = plan.config, plan.training, plan.model.config
+    config = plan.config
+    training = plan.training
+    shape = plan.model.config
     flow = build_flow(config.precision, decoder_shape(shape))
     memory = read_memory() if card is None else None
     rollout = config.rollout if plan.samples_here else None

@@ -97,7 +97,9 @@ class RlRun(Run[RunConfig, RlData]):
         around = around or Surroundings.none(world)
         super().__init__(plan, world, around, learns)
         config, policy = self.config, self.model.policy
-        self.algorithm, self.sampling, self.rollouters = plan.algorithm, plan.sampling, rollouters
+        self.algorithm = plan.algorithm
+        self.sampling = plan.sampling
+        self.rollouters = rollouters
         self._environments = around.environments
         self.recorded = RecordedInputs(self.grading, around.answers, around.writer)
         """What the run is given from outside."""

@@ -17,11 +17,12 @@ from isobit.data.sampler import PromptSampler
 from isobit.data.spool import Mapped
 from isobit.environments.pool import Environments
 from isobit.kernels.backend import support
+from isobit.memory.device import DevicePlan
 from isobit.memory.sharing import DeviceSharing, MemorySharing, allocate_in_pages
 from isobit.observe.console import Console, silent
 from isobit.parallel.gradient_sum import Slots
 from isobit.parallel.world import ALONE, World, run_on_all
-from isobit.rewards.grading import Graders
+from isobit.rewards.grading import Graders, ModelScores
 from isobit.rollout.engine import RolloutEngine
 from isobit.rollout.requests import Handle
 from isobit.run.acting import Generate
@@ -59,6 +60,12 @@ class Surroundings:
     environments: Environments[Handle] | None = None
     """The processes of an environment, where this rank samples with one."""
 
+    def grading(self, models: ModelScores, world: World) -> RecordedGrading:
+        """Grading by the record, the graders and reward models."""
+        return RecordedGrading(
+            self.rewards, self.graders, models, self.interruption, world, self.writer
+        )
+
     @classmethod
     def none(cls, world: World) -> Self:
         """Nothing: for a run that is looked at and does no step, or that others command."""
@@ -88,17 +95,17 @@ class Run(ABC, Generic[Config, Data]):
         config, rollout = plan.config, plan.config.rollout
         around = around or Surroundings.none(world)
         run_on_all(world, lambda: check_hook(config.checkpoint) if world.rank == 0 else None)
-        self.config, self.data, self.world = config, plan.data, world
+        self.config = config
+        self.data = plan.data
+        self.world = world
         self.console, self.interruption = around.console, around.interruption
         self.clock = Clock(world.pulse.beat)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device = world.own_device(plan.choose_device())
-        slots, device_plan = Slots.of(plan.training.slots, world), None
-        if support(device.type).has_own_memory:
-            here = world.all_gather(world.host).count(world.host)
-            device_plan = plan_device_memory(plan, device, world.size, here, learns, slots.hosts)
-            allocate_in_pages(device)
+        slots = Slots.of(plan.training.slots, world)
+        device_plan = self._planned_memory(plan, device, learns, slots)
+        if device_plan is not None:
             rollout = rollout.model_copy(update={"kv_pages": device_plan.pages})
         self.model = plan.source.load(config.precision, config.seed, device, world, learns, slots)
         self._engine: RolloutEngine | None = None
@@ -120,14 +127,8 @@ class Run(ABC, Generic[Config, Data]):
         self.reward_models = ModelRewards(
             config.reward, plan.reward_models, device, config.data.date
         )
-        self.grading = RecordedGrading(
-            around.rewards,
-            around.graders,
-            self.reward_models.scores(self._release_engine),
-            around.interruption,
-            world,
-            around.writer,
-        )
+        models = self.reward_models.scores(self._release_engine)
+        self.grading = around.grading(models, world)
         self.evaluator: Evaluator | None = None
         if self._engine is not None:
             check_requests(plan.requests, self._engine.check, self.model.context)
@@ -142,6 +143,20 @@ class Run(ABC, Generic[Config, Data]):
             self.extras["teacher"] = self.teacher
         if len(self.reward_models):
             self.extras["reward_models"] = self.reward_models
+
+    def _planned_memory(
+        self, plan: Plan[Config, Data], device: torch.device, learns: bool, slots: Slots
+    ) -> DevicePlan | None:
+        """The plan of the device's own memory, which is taken in pages from here on; None where it
+        has none.
+        """
+        if not support(device.type).has_own_memory:
+            return None
+        world = self.world
+        here = world.all_gather(world.host).count(world.host)
+        device_plan = plan_device_memory(plan, device, world.size, here, learns, slots.hosts)
+        allocate_in_pages(device)
+        return device_plan
 
     def _release_engine(self) -> None:
         self.turns.release_engine()

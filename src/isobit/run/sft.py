@@ -144,7 +144,9 @@ def read_sft(recipe: ResolvedRecipe[SftConfig]) -> SftPlan:
     """Read everything but the weights, and but for data that the recipe has already.  Raises an
     ``IsobitError`` for what cannot be used.
     """
-    config, source, weights = recipe.config, recipe.source, recipe.with_weights
+    config = recipe.config
+    source = recipe.source
+    weights = recipe.with_weights
     check_sft(config)
     check_package(config.tracking)
     data: SftData = recipe.data or load_examples(config.data, source.described, config.objective)

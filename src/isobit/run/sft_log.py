@@ -198,7 +198,10 @@ class SftLog(TrainingLog[HeldOut]):
         turns: MemorySharing,
     ) -> None:
         """``noun``: what is learnt from, in the plural."""
-        self._config, self._objective, self._noun, self._turns = run.config, objective, noun, turns
+        self._config = run.config
+        self._objective = objective
+        self._noun = noun
+        self._turns = turns
         super().__init__(run, start, console, clock)
 
     def step(self, step: int, examples: Sequence[Item], update: UpdateMetrics) -> None:

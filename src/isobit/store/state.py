@@ -133,7 +133,7 @@ class OwnRows(Mapping[str, Tensor]):
 
 
 TRAINED_ON = "data.train.content"
-"""The name of the input that the run trains on (``isobit.run.data``)."""
+"""The name of the input that the run trains on (``isobit.run.digests``)."""
 
 
 @dataclass(frozen=True, slots=True)

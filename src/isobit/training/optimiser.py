@@ -129,7 +129,10 @@ class AdamW:
         state: Mapping[str, torch.Tensor],
     ) -> None:
         assert master.grad is not None
-        config, step, key, scales = self._config, int(state["step"]), None, None
+        config = self._config
+        step = int(state["step"])
+        key = None
+        scales = None
         if config.moments != "fp32":
             key = noise_key(self._seed, step, number)
         if config.moments == "fp8":

@@ -51,9 +51,13 @@ class Rounds:
         timing: Timing,
         teacher: Teacher | None = None,
     ) -> None:
-        self._policy, self._objective, self._teacher = policy, objective, teacher
+        self._policy = policy
+        self._objective = objective
+        self._teacher = teacher
         self._recompute: Recompute = recompute
-        self._router, self._compare, self._timing = router, compare, timing
+        self._router = router
+        self._compare = compare
+        self._timing = timing
         self._scored: ScoredPass | None = None
         self._loss: torch.Tensor | None = None
         self._leaves: list[torch.Tensor | None] = []
@@ -122,8 +126,12 @@ class Rounds:
 
     def backward(self) -> None:
         """Add up the gradients of the round."""
-        scored, loss, leaves = self._scored, self._loss, self._leaves
-        self._scored, self._loss, self._leaves = None, None, []
+        scored = self._scored
+        loss = self._loss
+        leaves = self._leaves
+        self._scored = None
+        self._loss = None
+        self._leaves = []
         try:
             if scored is not None and loss is not None:
                 present = [leaf for leaf in leaves if leaf is not None]

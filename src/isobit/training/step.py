@@ -250,7 +250,9 @@ class Learner:
         """All updates of the step: on the parts that are taken; and what came of repeating a
         micro-batch of the first, where that is due.
         """
-        trainer, updates, repeat = self.trainer, list[UpdateMetrics](), None
+        trainer = self.trainer
+        updates = list[UpdateMetrics]()
+        repeat = None
         epochs, last = trainer.config.epochs, list(compress(parts, taken))[-1:]
         calibration = self.calibration if last else None
         begun = None if calibration is None else calibration.begin(step, last[0])
