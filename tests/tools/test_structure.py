@@ -12,7 +12,7 @@ import pytest
 import isobit
 from tests.forked import ran
 from tools.structure import __main__ as structure
-from tools.structure import source
+from tools.structure import source, subjects
 from tools.structure.__main__ import Figure, Gate
 
 TREE = Path(str(isobit.__file__)).parent
@@ -31,13 +31,24 @@ GATES = """[at_most]
 """
 
 
-@pytest.fixture
-def sources(tmp_path: Path) -> list[source.Source]:
-    for name, text in FILES.items():
-        path = tmp_path / name
+def tree_of(folder: Path, files: dict[str, str]) -> list[source.Source]:
+    for name, text in files.items():
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return source.read_tree(tmp_path)
+    return source.read_tree(folder)
+
+
+def module(other: str, lines: int = 30, fragment: str = "") -> str:
+    """A module of two definitions, of which the second does ``other``."""
+    first = "A = 1\n\n\ndef b():\n    return A\n" + "    pass\n" * lines
+    second = f"class C:\n    x = 1\n    {fragment!r}\n" + "    y = 1\n" * lines
+    return f"{first}\n\n{second}\n    def d(self):\n        return {other}\n"
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[source.Source]:
+    return tree_of(tmp_path, FILES)
 
 
 def test_sizes_are_counted_outside_kernels(sources: list[source.Source]) -> None:
@@ -70,6 +81,98 @@ def test_wide_prose_is_found_in_pages_and_docstrings(
 )
 def test_what_counts_as_wide_prose(page: str, numbers: list[int]) -> None:
     assert list(source.wide_lines(page)) == numbers
+
+
+def test_a_module_has_two_subjects_where_its_parts_are_unconnected(tmp_path: Path) -> None:
+    sources = tree_of(
+        tmp_path,
+        {
+            "two.py": module("None"),
+            "one.py": module("A"),
+            "by_name.py": module("'b'"),
+            "small.py": module("None", lines=15),
+        },
+    )
+    assert subjects.unconnected_modules(sources) == {"two.py": "36: C | 33: A, b"}
+
+
+def test_a_class_name_of_two_files_is_counted(tmp_path: Path) -> None:
+    sources = tree_of(
+        tmp_path,
+        {
+            "a.py": "class X: ...\nclass Y: ...\n",
+            "b.py": "class Z:\n    class X: ...\n",
+            "c.py": "class Y2: ...\nclass Y2: ...\n",
+        },
+    )
+    assert subjects.repeated_classes(sources) == {"X": "a.py, b.py"}
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("Of a part.", True),
+        ("whose name is known", True),
+        ("``by`` rank", False),
+        ("By rank.", True),
+        ("That which\n    is", True),
+        ("On-policy samples.", False),
+        ("Offers a part.", False),
+        ("The part of a rank.", False),
+        ("", False),
+    ],
+)
+def test_fragments_are_found_in_all_docstrings(text: str, counts: bool, tmp_path: Path) -> None:
+    files = {
+        "a.py": f'X = 1\n"""{text}"""\n',
+        "b.py": f'class C:\n    x: int\n    """{text}"""\n',
+        "c.py": f'def f():\n    """{text}"""\n',
+        "d.py": f'def f():\n    x = 1\n    """{text}"""\n',  # no docstring
+    }
+    found = [one.split(":")[0] for one in subjects.fragments(tree_of(tmp_path, files))]
+    assert found == (["a.py", "b.py", "c.py"] if counts else [])
+
+
+def test_commands_have_files_of_their_names(tmp_path: Path) -> None:
+    files = {
+        "cli/main.py": 'COMMANDS: dict[str, str] = {"train": "..", "sft": "..", "ui": ".."}\n',
+        "cli/train.py": "def run_train(): ...\ndef run_sft(): ...\n",
+        "cli/ui.py": "def run_serve(): ...\n",
+    }
+    assert subjects.commands_elsewhere(tree_of(tmp_path, files)) == ["sft", "ui"]
+
+
+EXCEPTIONS = """# Reasons.
+[parts]
+"run/two.py" = "its tables"
+"run/one.py" = "its tables"
+[words]
+"X" = "two back ends"
+Y = "two back ends"
+"""
+
+
+def test_exceptions_are_not_counted_and_go_when_they_are_stale(tmp_path: Path) -> None:
+    files = {
+        "run/two.py": module("None"),
+        "run/more.py": module("None").replace("class C", "class X"),
+        "run/one.py": module("A").replace("class C", "class X"),
+    }
+    sources = tree_of(tmp_path / "src" / "isobit", files)
+    exceptions = subjects.Exceptions.read(EXCEPTIONS)
+    figures = structure.figures_of_text(tmp_path / "src" / "isobit", sources, exceptions)
+    assert figures["modules with two subjects"].value == 1
+    assert figures["class names that stand for two things"].value == 0
+    assert exceptions.stale(sources) == ["run/one.py", "Y"]
+    left = subjects.without(EXCEPTIONS, exceptions.stale(sources))
+    assert subjects.Exceptions.read(left).stale(sources) == []
+    assert left.splitlines() == ["# Reasons.", "[parts]", '"run/two.py" = "its tables"', "[words]",
+                                 '"X" = "two back ends"']  # fmt: skip
+
+
+def test_every_exception_has_a_reason() -> None:
+    exceptions = subjects.Exceptions.read(structure.EXCEPTIONS.read_text())
+    assert all((exceptions.parts | exceptions.words).values())
 
 
 def test_a_gate_fails_beyond_its_limit_and_names_what_was_counted() -> None:
@@ -141,6 +244,22 @@ def test_a_token_is_followed_from_prompt_to_gradient(traced: dict[str, Any]) -> 
     assert "training/optimiser.py" not in traced["token_files"]
     assert {"Prompt", "Completion", "Group"} <= traced["containers"].keys()
     assert "SamplingParams" not in traced["containers"]
+
+
+def test_environment_and_lag_are_followed_to_the_gradient_too(traced: dict[str, Any]) -> None:
+    for figure, own in (("environment_files", "environments/"), ("lag_files", "run/")):
+        files = traced[figure]
+        assert any(file.startswith(own) for file in files)
+        assert {"rollout/native.py", "training/step.py"} <= files.keys()
+    assert "rollout/episodes.py" in traced["environment_files"].keys() - traced["token_files"]
+
+
+def test_a_configuration_is_followed_until_a_weight_is_read(traced: dict[str, Any]) -> None:
+    assert next(iter(traced["config_files"])) == "run/loop.py"
+    assert not any(
+        file.startswith(("kernels/", "models/layers")) for file in traced["config_files"]
+    )
+    assert all(" -> " in climb for climb in traced["climbs"])
 
 
 def test_a_weight_is_followed_to_its_first_gemm(traced: dict[str, Any]) -> None:

@@ -17,6 +17,8 @@ from statistics import median
 COLUMNS = 100
 SMALL, LARGE, LONG = 40, 600, 60
 """Lines: a module below SMALL or above LARGE, and a function above LONG, is reported."""
+MARGIN = 20
+"""Lines below LARGE in which a module is said to be full."""
 LABEL = 20
 """Characters beside a word that cannot be broken."""
 PAGES = ("*.md", "docs/*.md", "recipes/*.md", "src/isobit/starter/*.md")

@@ -1,290 +1,169 @@
-"""What a token and a weight pass through, and which files three other parts of a step enter: one
-step of reinforcement learning on the starter model, with each call of a function of the package
-watched.
+"""What a token, a weight and a run's configuration pass through, and which files three other parts
+of a step enter: runs of reinforcement learning on the starter model, with each call of a function
+of the package watched (``tools.structure.watch``).
 
     python -m tools.structure.trace TREE       with TREE's parent folder on PYTHONPATH; prints JSON
 
-The step has two prompts with two samples each and runs in ``fp8`` on one thread of the CPU, with
-rewards that differ, so that every master gets a gradient. Imports, class bodies and comprehensions
-are not calls.
+Each run has two prompts with two samples each and runs in ``fp8`` on one thread of the CPU, with
+rewards that differ, so that every master gets a gradient. The first does one step. The second has
+an environment, whose tool every turn but the last calls. The third has a lag of one step. Imports,
+class bodies and comprehensions are not calls.
 
-**Prompt to gradient.** A *container* is a class of the package that holds values token by token: a
-public attribute that is named for tokens or log-probabilities (but not for stop tokens) and holds a
-tensor or a sequence of numbers; or a dataclass whose fields hold such an object, alone or in a
-sequence. A dataclass that also holds a function, or an object of the package that is no dataclass,
-is an assembly of parts (a run with its engine) and no container. A file counts when one of its
-functions is given or returns a container or a sequence of them (a hand-over, which is also counted
-by itself), or runs inside such a call and is given or returns a tensor, a record of tensors, or a
-sequence of numbers: kernels, decoder, loss. Counting ends when every master has a gradient that is
-not zero, before clipping, AdamW and publishing. Clocks, progress and memory plans do not count.
+**Prompt to gradient**, in all three. A *container* is a class of the package that holds values
+token by token: a public attribute that is named for tokens or log-probabilities (but not for stop
+tokens) and holds a tensor or a sequence of numbers; or a dataclass whose fields hold such an
+object, alone or in a sequence. A dataclass that also holds a function, or an object of the package
+that is no dataclass, is an assembly of parts (a run with its engine) and no container. A file
+counts when one of its functions is given or returns a container or a sequence of them (a hand-over,
+which is also counted by itself), or runs inside such a call and is given or returns a tensor, a
+record of tensors, or a sequence of numbers: kernels, decoder, loss. Counting ends when every master
+has a gradient that is not zero, before clipping, AdamW and publishing. Clocks, progress and memory
+plans do not count.
 
-**Safetensors to GEMM.** From the first matrix that is read to the first call with one of a function
-that is named for a ``gemm``, in whatever file it stands. A matrix has two dimensions of at least
-128, which no activation of this run has. A file counts when one of its functions is given or
-returns a matrix, or a record, a sequence or a mapping of matrices; or when it is on the stack of
-that call and was given an object that holds matrices, at most two objects deep: the policy, a
-runner.
+**Safetensors to GEMM**, in the first run. From the first matrix that is read to the first call with
+one of a function that is named for a ``gemm``, in whatever file it stands. A matrix has two
+dimensions of at least 128, which no activation of this run has. A file counts when one of its
+functions is given or returns a matrix, or a record, a sequence or a mapping of matrices; or when it
+is on the stack of that call and was given an object that holds matrices, at most two objects deep:
+the policy, a runner.
 
-**Spans** (``SPANS``): a checkpoint write, the log of a step, the collection of its rewards. Each
-file counts of which a function is called between the call of the span's function and its return, on
-the same thread.
+**Configuration**, in the first run. From the call of ``isobit.run.loop.train`` to the first matrix
+that is read. A file counts when one of its functions is given a recipe or a table of one, also as
+``self``. A *climb* is a step of this walk into a file of a higher layer of ``pyproject.toml``.
+
+**Spans** (``SPANS``), in the first run: a checkpoint write, the log of a step, the collection of
+its rewards. Each file counts of which a function is called between the call of the span's function
+and its return, on the same thread.
 """
 
-import gc
 import json
-import os
-import re
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
-from inspect import CO_OPTIMIZED, CO_VARARGS, CO_VARKEYWORDS
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
-import numpy as np
+from tools.structure.watch import SPANS, Watch
 
-TOKENS = re.compile(r"(?<!stop_)(?<!stop)(token|log_?prob)")
-COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
-MATRIX = 128
-WEIGHT_DEPTH, LOOK_AT = 2, 4
-SPANS = {
-    "checkpoint_files": re.compile(r"store/.*:\w*Keeper\._save$"),
-    "log_files": re.compile(r"run/.*:(RlLog|Log)\.step$"),
-    "reward_files": re.compile(r"run/.*:(RecordedGrading\.__call__|grade)$"),
-}
-"""Figure -> ``path:function`` of the functions whose calls are the span."""
+_REWARD = """from itertools import count
+from time import sleep
+turn = count()
+def reward(prompt, completion):
+    sleep(0.1)  # so that the run always waits for it, and enters the same files
+    return float(next(turn) % 2)
+"""
+_TOOL = """class Adder:
+    def add(self, count: int) -> str:
+        '''Adds.
 
-
-class Watch:
-    """Looks at the calls of one tree; files are in the order of their first call."""
-
-    def __init__(self, tree: Path) -> None:
-        import torch
-
-        self._tensor, self._parameter = torch.Tensor, torch.nn.Parameter
-        self._root = f"{tree}{os.sep}"
-        self._stacks = threading.local()
-        self._masters: list[Any] = []
-        self._kinds: dict[type, bool] = {}
-        self.token_files: dict[str, str] = {}
-        self.hand_overs: dict[str, str] = {}
-        self.containers: dict[str, str] = {}
-        self.weight_files: dict[str, str] = {}
-        self.span_files: dict[str, dict[str, str]] = {name: {} for name in SPANS}
-        self._spans_of: dict[CodeType, list[str]] = {}
-        self.gradients_are_there = False
-        self.gemm_was_reached = False
-
-    def __call__(self, frame: FrameType, event: str, value: Any) -> None:
-        """For ``sys.setprofile``."""
-        code = frame.f_code
-        if not code.co_filename.startswith(self._root):
-            return
-        if not code.co_flags & CO_OPTIMIZED or code.co_name in COMPREHENSIONS:
-            return
-        file = code.co_filename.removeprefix(self._root)
-        if file.startswith("training"):
-            self._look_at_gradients()
-        if event in ("call", "return"):
-            self._follow_spans(code, file, is_call=event == "call")
-        if event == "call":
-            self._look(frame, file, _given(frame))
-        elif event == "return":
-            self._look(frame, file, [value])
-            self._inside().discard(id(frame))
-
-    def _follow_spans(self, code: CodeType, file: str, is_call: bool) -> None:
-        """Count ``file`` for the spans that this thread is in."""
-        if not hasattr(self._stacks, "spans"):
-            self._stacks.spans = []
-        if code not in self._spans_of:
-            name = f"{file}:{code.co_qualname}"
-            self._spans_of[code] = [span for span, begins in SPANS.items() if begins.search(name)]
-        mine, doing = self._spans_of[code], self._stacks.spans
-        if is_call:
-            doing.extend(mine)
-            for span in doing:
-                self.span_files[span].setdefault(file, code.co_qualname)
-        elif mine:
-            del doing[-len(mine) :]
-
-    def _inside(self) -> set[int]:
-        """The frames of this thread that hold a container."""
-        if not hasattr(self._stacks, "frames"):
-            self._stacks.frames = set()
-        return self._stacks.frames
-
-    def _look(self, frame: FrameType, file: str, values: Sequence[Any]) -> None:
-        name = frame.f_code.co_qualname
-        if not self.gradients_are_there:
-            inside = self._inside()
-            if any(self._is_container(value) for value in values):
-                inside.add(id(frame))
-                self.hand_overs.setdefault(file, name)
-                self.token_files.setdefault(file, name)
-            elif inside and any(self._is_per_token(value) for value in values):
-                self.token_files.setdefault(file, name)
-        if not self.gemm_was_reached and any(self._holds_matrix(value) for value in values):
-            self.weight_files.setdefault(file, name)
-            if "gemm" in name:
-                self.gemm_was_reached = True
-                self._look_up_the_stack(frame.f_back)
-
-    def _look_up_the_stack(self, frame: FrameType | None) -> None:
-        while frame is not None:
-            name = frame.f_code.co_filename
-            if name.startswith(self._root) and any(
-                self._holds_matrix(value, any_object=True) for value in _given(frame)
-            ):
-                self.weight_files.setdefault(name.removeprefix(self._root), frame.f_code.co_name)
-            frame = frame.f_back
-
-    def _is_container(self, value: Any, depth: int = 0) -> bool:
-        if isinstance(value, (list, tuple)):
-            return any(self._is_container(one, depth) for one in value[:LOOK_AT])
-        if depth > 2 or not self._is_of_the_tree(value):
-            return False
-        attributes = _attributes(value)
-        found = any(
-            name[0] != "_" and TOKENS.search(name) is not None
-            for name, held in attributes
-            if isinstance(held, self._tensor) or _are_numbers(held)
-        )
-        if is_dataclass(value) and not any(self._is_a_part(held) for _, held in attributes):
-            found = any(self._is_container(held, depth + 1) for _, held in attributes) or found
-        if found:
-            self.containers.setdefault(type(value).__name__, type(value).__module__)
-        return found
-
-    def _is_a_part(self, value: Any) -> bool:
-        is_record = is_dataclass(value) or isinstance(value, self._tensor)
-        return not is_record and (callable(value) or self._is_of_the_tree(value))
-
-    def _is_per_token(self, value: Any, depth: int = 0) -> bool:
-        if isinstance(value, self._tensor):
-            return not isinstance(value, self._parameter)
-        if _are_numbers(value):
-            return True
-        if isinstance(value, (list, tuple)):
-            return any(self._is_per_token(one, depth) for one in value[:LOOK_AT])
-        if depth < 2 and is_dataclass(value) and self._is_of_the_tree(value):
-            return any(self._is_per_token(held, depth + 1) for _, held in _attributes(value))
-        return False
-
-    def _holds_matrix(self, value: Any, depth: int = 0, any_object: bool = False) -> bool:
-        if isinstance(value, self._tensor):
-            return value.ndim == 2 and min(value.shape) >= MATRIX
-        if isinstance(value, Mapping):
-            try:
-                value = list(value.values())
-            except AttributeError:  # its constructor has only been called
-                return False
-        if isinstance(value, (list, tuple)):
-            return any(self._holds_matrix(one, depth, any_object) for one in value[:LOOK_AT])
-        if depth < WEIGHT_DEPTH and self._is_of_the_tree(value):
-            return (any_object or is_dataclass(value)) and any(
-                self._holds_matrix(held, depth + 1, any_object) for _, held in _attributes(value)
-            )
-        return False
-
-    def _is_of_the_tree(self, value: Any) -> bool:
-        kind = type(value)
-        if kind not in self._kinds:
-            module = sys.modules.get(kind.__module__)
-            file = getattr(module, "__file__", None) or ""
-            self._kinds[kind] = file.startswith(self._root)
-        return self._kinds[kind]
-
-    def _look_at_gradients(self) -> None:
-        if self.gradients_are_there:
-            return
-        if not self._masters:
-            self._masters = [one for one in gc.get_objects() if type(one) is self._parameter]
-        self.gradients_are_there = bool(self._masters) and all(
-            master.grad is not None and bool(master.grad.any()) for master in self._masters
-        )
-
-
-def _given(frame: FrameType) -> list[Any]:
-    """The arguments of a call."""
-    code, values = frame.f_code, frame.f_locals
-    count = code.co_argcount + code.co_kwonlyargcount
-    count += bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
-    return [values[name] for name in code.co_varnames[:count] if name in values]
-
-
-def _attributes(value: Any) -> list[tuple[str, Any]]:
-    names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    names += getattr(value, "__dict__", {})
-    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
-
-
-def _are_numbers(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return value.size > 0
-    return (
-        isinstance(value, (list, tuple))
-        and len(value) > 0
-        and all(isinstance(one, (int, float)) for one in value[:LOOK_AT])
-    )
+        Args:
+            count: a number
+        '''
+        return "3"
+"""
 
 
 def recipe(folder: Path) -> dict[str, Any]:
     """A step of reinforcement learning on the starter model that works in ``folder``."""
-    reward = folder / "reward.py"
-    reward.write_text(
-        "from itertools import count\nfrom time import sleep\nturn = count()\n"
-        "def reward(prompt, completion):\n"
-        "    sleep(0.1)  # so that the run always waits for it, and enters the same files\n"
-        "    return float(next(turn) % 2)\n"
-    )
+    (folder / "reward.py").write_text(_REWARD)
     return {
         "model": "starter",
         "output": str(folder / "run"),
         "precision": "fp8",
         "threads": 1,
         "data": {"train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 4}},
-        "reward": {"function": f"{reward}:reward"},
+        "reward": {"function": f"{folder}/reward.py:reward"},
         "rollout": {"max_new_tokens": 4},
         "training": {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2},
     }
 
 
-def measure(tree: Path) -> dict[str, Any]:
+def with_environment(folder: Path) -> dict[str, Any]:
+    """The same with a tool."""
+    (folder / "tool.py").write_text(_TOOL)
+    return recipe(folder) | {
+        "output": str(folder / "environment"),
+        "environment": {"class": f"{folder}/tool.py:Adder", "max_turns": 2},
+        "rollout": {"max_new_tokens": 40},
+    }
+
+
+def with_lag(folder: Path) -> dict[str, Any]:
+    """The same with a batch that waits while the next one is sampled."""
+    words = recipe(folder) | {"output": str(folder / "lag"), "async": {"lag": 1}}
+    words["training"]["steps"] = 2
+    return words
+
+
+@contextmanager
+def calls() -> Iterator[None]:
+    """Every turn is read as a call of ``add``, since the starter model calls no tools."""
+    import isobit.rollout.episodes
+    from isobit.data.tool_calls import ToolCall
+
+    read = isobit.rollout.episodes.read_turn
+
+    def calling(*arguments: Any) -> Any:
+        return replace(read(*arguments), calls=[ToolCall("add", {"count": 1})])
+
+    isobit.rollout.episodes.read_turn = calling
+    try:
+        yield
+    finally:
+        isobit.rollout.episodes.read_turn = read
+
+
+def watched(tree: Path, words: dict[str, Any], layers: Sequence[Sequence[str]] = ()) -> Watch:
+    """Train as a recipe says, with each call watched."""
+    import isobit
+
+    watch = Watch(tree, layers)
+    threading.setprofile(watch)
+    sys.setprofile(watch)
+    try:
+        isobit.train(words)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # pyright: ignore[reportArgumentType]
+    if not watch.gradients_are_there:
+        raise SystemExit("the masters got no gradients: nothing says where counting should end")
+    return watch
+
+
+def measure(tree: Path, layers: Sequence[Sequence[str]] = ()) -> dict[str, Any]:
     """Files with the first function that made each count, and containers with their module."""
     import isobit
 
     found = Path(str(isobit.__file__)).parent
     if found != tree:
         raise SystemExit(f"isobit is imported from {found}; put {tree.parent} on PYTHONPATH")
-    with tempfile.TemporaryDirectory() as folder:
-        words, watch = recipe(Path(folder)), Watch(tree)
-        threading.setprofile(watch)
-        sys.setprofile(watch)
-        try:
-            isobit.train(words)
-        finally:
-            sys.setprofile(None)
-            threading.setprofile(None)  # pyright: ignore[reportArgumentType]
-    if not watch.gradients_are_there:
-        raise SystemExit("the masters got no gradients: nothing says where counting should end")
-    for span, files in watch.span_files.items():
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        plain = watched(tree, recipe(folder), layers)
+        with calls():
+            environment = watched(tree, with_environment(folder))
+        lag = watched(tree, with_lag(folder))
+    for span, files in plain.span_files.items():
         if not files:
             raise SystemExit(
                 f"no function {SPANS[span].pattern} was called; where the function has another "
-                "name now, change it in SPANS of tools/structure/trace.py"
+                "name now, change it in SPANS of tools/structure/watch.py"
             )
     return {
-        "token_files": watch.token_files,
-        "hand_overs": watch.hand_overs,
-        "containers": watch.containers,
-        "weight_files": watch.weight_files,
-        **watch.span_files,
+        "token_files": plain.token_files,
+        "hand_overs": plain.hand_overs,
+        "containers": plain.containers,
+        "weight_files": plain.weight_files,
+        "config_files": plain.config_files,
+        "climbs": plain.climbs,
+        "environment_files": environment.token_files,
+        "lag_files": lag.token_files,
+        **plain.span_files,
     }
 
 
 if __name__ == "__main__":
-    print("\n" + json.dumps(measure(Path(sys.argv[1]).resolve())))
+    print("\n" + json.dumps(measure(Path(sys.argv[1]).resolve(), json.loads(sys.argv[2]))))

@@ -11,13 +11,9 @@ Every grading process imports this module at its start, so it must not import py
 import os
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from isobit.util.errors import RewardError
-
-if TYPE_CHECKING:
-    from isobit.config.reward import RewardConfig
-
 
 ENVIRONMENT = "env:"
 """Prefix of an option's value that names a variable."""
@@ -31,7 +27,21 @@ def is_secret(name: str) -> bool:
     return _NAMES.search(name) is not None
 
 
-def secret_notes(reward: "RewardConfig | None") -> list[str]:
+class HasOptions(Protocol):
+    """A reward of a recipe, or a part of one."""
+
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+
+
+class RewardTable(HasOptions, Protocol):
+    """The table ``[reward]`` of a recipe."""
+
+    @property
+    def parts(self) -> Mapping[str, HasOptions]: ...
+
+
+def secret_notes(reward: RewardTable | None) -> list[str]:
     """Warnings for options with the name of a secret and a value in the recipe."""
     if reward is None:
         return []
