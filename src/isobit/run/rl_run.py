@@ -389,6 +389,8 @@ def read_rl(recipe: ResolvedRecipe[RunConfig]) -> RlPlan:
     reference = describe_reference(config, model, longest, weights)
     teacher = describe_teacher(config, model, longest, weights)
     rewards = plan_reward_models(config.reward, recipe.reward_models)
+    extra = extra_bytes(config, model.config)
+    head_rate = _head_rate(config)
     shadow = describe_shadow(config, model.config)
     frozen = [reference, shadow, *teacher, *rewards]
     return RlPlan(
@@ -409,8 +411,8 @@ def read_rl(recipe: ResolvedRecipe[RunConfig]) -> RlPlan:
         evaluation=evaluation,
         reward_models=recipe.reward_models,
         frozen=tuple(one for one in frozen if one is not None),
-        extra_bytes=extra_bytes(config, model.config),
-        head_rate=_head_rate(config),
+        extra_bytes=extra,
+        head_rate=head_rate,
         algorithm=algorithm,
         sampling=sampling,
         rollouts=rollouts,
