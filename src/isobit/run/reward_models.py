@@ -180,7 +180,7 @@ def _models(
     reward: RewardConfig | None, folders: Mapping[str, Path]
 ) -> dict[str, tuple[Path, PrecisionConfig]]:
     """The folder and the flow of each part that is a model, by its name."""
-    parts = {} if reward is None else reward.named()
+    parts = reward.named() if reward is not None and folders else {}
     return {
         name: (folder, PrecisionConfig(preset=parts[name].model_precision))
         for name, folder in folders.items()

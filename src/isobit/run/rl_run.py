@@ -372,8 +372,8 @@ def read_rl(recipe: ResolvedRecipe[RunConfig]) -> RlPlan:
     ``IsobitError`` for what cannot be used.
     """
     config, weights = recipe.config, recipe.with_weights
-    check_run(config)
     check_package(config.tracking)
+    check_run(config)
     algorithm = build_algorithm(config.algorithm, config.rollout.max_new_tokens)
     if config.teacher is not None and config.teacher.kl != "sampled":
         algorithm = Distilled(algorithm, config.teacher.coefficient)
@@ -386,10 +386,14 @@ def read_rl(recipe: ResolvedRecipe[RunConfig]) -> RlPlan:
     longest = max(request.max_length(model.config.max_positions) for request in rollouts)
     training = config.training
     updates = training.updates_per_batch * training.epochs
+    described = describe_text(config, model.config, model.tokenizer, sampling)
     reference = describe_reference(config, model, longest, weights)
-    frozen = [reference, describe_shadow(config, model.config)]
-    frozen += [*describe_teacher(config, model, longest, weights)]
-    frozen += [*plan_reward_models(config.reward, recipe.reward_models)]
+    teacher = describe_teacher(config, model, longest, weights)
+    rewards = plan_reward_models(config.reward, recipe.reward_models)
+    extra = extra_bytes(config, model.config)
+    head_rate = _head_rate(config)
+    shadow = describe_shadow(config, model.config)
+    frozen = [reference, shadow, *teacher, *rewards]
     return RlPlan(
         config=config,
         source=source,
@@ -403,13 +407,13 @@ def read_rl(recipe: ResolvedRecipe[RunConfig]) -> RlPlan:
             f"steps: {training.steps} of "
             f"{training.prompts_per_step * training.samples_per_prompt} samples, {updates} updates "
             f"each; sequences of at most {longest} tokens",
-            *describe_text(config, model.config, model.tokenizer, sampling),
+            *described,
         ),
         evaluation=evaluation,
         reward_models=recipe.reward_models,
         frozen=tuple(one for one in frozen if one is not None),
-        extra_bytes=extra_bytes(config, model.config),
-        head_rate=_head_rate(config),
+        extra_bytes=extra,
+        head_rate=head_rate,
         algorithm=algorithm,
         sampling=sampling,
         rollouts=rollouts,

@@ -6,11 +6,11 @@ from batch t, the last sample batch t + k, k = ``async.lag``.
     rollouters    published weights, engines and graders; they execute the trainers' commands one
                   after the other, and keep nothing between two (``isobit.run.rollouter_process``)
 
-    step t        trainers                        rollouters
-                  send the command "sample"       receive it
-                  learn batch t                   sample, grade, compare batch t + k
-                  receive batch t + k             send it
-                  send the weights, version t     receive them
+    in step t     trainers (``run.loop``)             rollouters (``run.rollouter_process``)
+    meet          ``request_batch``: "sample"         ``receive_command``
+    side by side  ``learn`` batch t                   ``collect``, compare batch t + k
+    meet          ``receive_batch`` t + k             ``send_result``
+    meet          ``update_weights``, version t       ``transfer_weights``
 
 Both wait where they meet, and only there; a lag of 1 is enough to keep both busy.  Weights arrive
 between two batches, in the tensors that the engine reads: a second set of them would let the bytes

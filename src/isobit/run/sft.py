@@ -147,8 +147,8 @@ def read_sft(recipe: ResolvedRecipe[SftConfig]) -> SftPlan:
     config = recipe.config
     source = recipe.source
     weights = recipe.with_weights
-    check_sft(config)
     check_package(config.tracking)
+    check_sft(config)
     data: SftData = recipe.data or load_examples(config.data, source.described, config.objective)
     evaluation = {}
     if config.reward is not None:
