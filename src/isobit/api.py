@@ -269,11 +269,11 @@ def _renamed(table: Mapping[str, Any], held: Held) -> Mapping[str, Any]:
             raise ConfigError(
                 "tools and environment are given; make the tools methods of the class"
             )
-        others = {name: one for name, one in table.items() if name != "tools"}
+        others = {name: value for name, value in table.items() if name != "tools"}
         table = {**others, "environment": {**table.get("environment", {}), "class": tools}}
     reward = table.get("reward")
     rewards: list[Any] = [*reward] if isinstance(reward, list | tuple) else [reward]
-    if not (of_objects := [one for one in rewards if takes_environments(one)]):
+    if not (of_objects := [reward for reward in rewards if takes_environments(reward)]):
         return table
     environment = table.get("environment")
     given = environment if isinstance(environment, Mapping) else {"class": environment}
@@ -284,7 +284,7 @@ def _renamed(table: Mapping[str, Any], held: Held) -> Mapping[str, Any]:
             'get_reward(self), and reward="environment"'
         )
     held.append(give_environment(given["class"], of_objects))
-    others = [one for one in rewards if one not in of_objects]
+    others = [reward for reward in rewards if reward not in of_objects]
     return {
         **table,
         "environment": {**given, "class": held[-1].name},
@@ -331,7 +331,7 @@ def _plain_value(value: Any, path: tuple[str, ...], held: Held) -> Any:
 
 
 def _reward_table(value: Any, held: Held) -> dict[str, Any]:
-    """Who grades, in the place of whoever did; the other keys of the table stay."""
+    """The table ``reward`` with another grader and its other keys."""
     alone = not isinstance(value, list | tuple)
     return {
         "function": _named(value, held) if alone else DEFAULT_FUNCTION,
@@ -345,15 +345,19 @@ def _reward_table(value: Any, held: Held) -> dict[str, Any]:
 
 def _parts(functions: Iterable[Any], held: Held) -> dict[str, Any]:
     parts: dict[str, Any] = {}
-    for one in functions:
-        name = one.rpartition(":")[2] if isinstance(one, str) else getattr(one, "__name__", "")
+    for function in functions:
+        name = (
+            function.rpartition(":")[2]
+            if isinstance(function, str)
+            else getattr(function, "__name__", "")
+        )
         label = "".join(sign for sign in name if sign.isalnum() or sign in "_-") or "reward"
         if label in parts:
             raise ConfigError(
                 f"two rewards are called {label!r}; name them: reward={{'parts': {{'one': "
                 "{'function': f}, 'two': {'function': g}}}"
             )
-        parts[label] = {"function": _named(one, held)}
+        parts[label] = {"function": _named(function, held)}
     return parts
 
 
@@ -389,5 +393,5 @@ def _opened(value: Any) -> Any:
     if isinstance(value, _Whole):
         return _opened(value.table)
     if isinstance(value, Mapping):
-        return {key: _opened(one) for key, one in value.items()}
+        return {key: _opened(part) for key, part in value.items()}
     return value

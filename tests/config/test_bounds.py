@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from isobit.cli.arguments import count_of_threads, folder_parser, positive
+from isobit.cli.options import FOLDER, SEED, THREADS, Command, count_of_threads, positive
 from isobit.config import recipes
 from isobit.config.base import Strict
 from isobit.config.load import LARGEST_FILE, MAX_NESTING, load_config, read_toml
@@ -149,7 +149,7 @@ def test_a_command_line_has_bounds_too(
     capsys: pytest.CaptureFixture[str], option: str, text: str
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        folder_parser("x", "", "").parse_args(["folder", option, text])
+        Command("x", "", [FOLDER, SEED, THREADS]).read(["folder", option, text])
     shown = capsys.readouterr().err.splitlines()[-1]
     assert f"argument {option}: " in shown and "is not a whole number from" in shown
     assert len(shown) < 200

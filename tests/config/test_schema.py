@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from isobit.cli.main import main
 from isobit.cli.schema import configuration_page
 from isobit.config.keys import all_keys, locate
 from isobit.config.load import load_recipe
@@ -162,3 +163,14 @@ def test_a_location_inside_a_free_table_or_a_list_has_no_known_keys():
         [],
     )
     assert locate(RunConfig, ("rollout", "stop_strings", 1)) == ("rollout.stop_strings.1", [])
+
+
+@pytest.mark.parametrize("command", RECIPES)
+def test_the_schema_of_a_recipe_is_printed(command, capsys):
+    assert main(["schema", command]) == 0
+    assert json.loads(capsys.readouterr().out) == json_schema(RECIPES[command])
+
+
+def test_the_page_is_printed(capsys):
+    assert main(["schema", "--markdown"]) == 0
+    assert capsys.readouterr().out == configuration_page()

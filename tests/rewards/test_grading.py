@@ -232,7 +232,7 @@ def test_a_fork_in_the_process_of_the_run_is_no_second_run(tmp_path: Path) -> No
         "    if completion.text == '!': raise KeyboardInterrupt\n    return 5.0\n"
     )
     (tmp_path / "run.py").write_text(
-        "import sys\nfrom isobit.config.data import RewardConfig\n"
+        "import sys\nfrom isobit.config.reward import RewardConfig\n"
         "from isobit.records.sequence import TokenSequence\n"
         "from isobit.records.text import Completion, Group, Prompt\n"
         "from isobit.rewards.grading import Graders\n"

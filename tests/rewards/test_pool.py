@@ -325,7 +325,7 @@ def test_a_reward_that_makes_processes_without_end_is_ended(
 
 TRAINER = """
 import fcntl, sys
-from isobit.config.data import RewardConfig
+from isobit.config.reward import RewardConfig
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.grading import Graders

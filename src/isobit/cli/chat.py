@@ -5,7 +5,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from isobit.cli.arguments import folder_parser, given, set_threads
+from isobit.cli.options import (
+    FOLDER,
+    PRECISION,
+    SEED,
+    THREADS,
+    Command,
+    also_keys,
+    option,
+    set_threads,
+)
 from isobit.cli.served_run import served_settings
 from isobit.cli.start import starting
 from isobit.util.errors import ConfigError, DataError, IsobitError
@@ -18,19 +27,27 @@ if TYPE_CHECKING:
     from isobit.rollout.native import NativeEngine
     from isobit.rollout.requests import Request
 
+_COMMAND = Command(
+    "chat",
+    "Converse with a model in the terminal.",
+    [
+        FOLDER,
+        PRECISION,
+        SEED,
+        THREADS,
+        option("--system TEXT", "what the model is told first"),
+        option("--max-new-tokens N", "longest answer", key="rollout.max_new_tokens"),
+        option("--temperature T", "0 is greedy; by default 1", key="rollout.temperature"),
+    ],
+    also_keys("precision, rollout and data"),
+    keeps_lines=True,
+)
+
 
 def run_chat(arguments: Sequence[str]) -> int:
     """Converse until the input ends. Raises IsobitError for a model that cannot."""
-    parser = folder_parser(
-        "chat", "Converse with a model in the terminal.", "precision, rollout and data"
-    )
-    parser.set_defaults(precision=None)
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
-    parser.add_argument("--max-new-tokens", metavar="N", help="longest answer")
-    parser.add_argument("--temperature", metavar="T", help="0 is greedy; by default 1")
-    options, overrides = parser.parse_known_args(arguments)
-    limits = given(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
-    settings = served_settings(options, overrides, max_sequences=1, **limits)
+    options, overrides = _COMMAND.read_some(arguments)
+    settings = served_settings(_COMMAND, options, overrides, rollout={"max_sequences": 1})
     set_threads(options)
     with starting():
         from isobit.data.tokenizer import load_tokenizer
@@ -67,7 +84,7 @@ def _lines_said() -> "Iterator[str]":
             print()
             say(_HELP)
             continue
-        if any("\udc80" <= one <= "\udcff" for one in text):
+        if any("\udc80" <= letter <= "\udcff" for letter in text):
             say("the line holds bytes that are not UTF-8 and was left out; write it again")
         elif text.strip() in ("/exit", "/quit"):
             return

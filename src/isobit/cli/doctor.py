@@ -1,22 +1,37 @@
 """``isobit doctor``: tests this machine. It exits 1 where anything failed."""
 
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobit.cli.arguments import path_value
+from isobit.cli.options import JSON, Command, option, path_value
 from isobit.cli.start import starting
 from isobit.util.strict_json import json_text
 
 if TYPE_CHECKING:
     from isobit.proof.doctor_findings import Finding
+_COMMAND = Command(
+    "doctor",
+    "Test this machine: versions, disk and memory, the quantisers against stored bytes, every "
+    "kernel for exactness at one thread\nand at all, and the starter model.  Takes half a minute "
+    "to two minutes on a CPU; exits 1 where anything failed.",
+    [
+        option(
+            "--directory DIR",
+            "where files are tried out; by default the current one",
+            path_value,
+            default=Path(),
+        ),
+        JSON,
+    ],
+    keeps_lines=True,
+)
 _MARKS = {"pass": "pass", "warn": "WARN", "fail": "FAIL"}
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
-    options = _doctor_parser().parse_args(arguments)
+    options = _COMMAND.read(arguments)
 
     with starting():
         from isobit.proof.doctor import examine
@@ -39,7 +54,7 @@ def run_doctor(arguments: Sequence[str]) -> int:
 
 
 def _announce(name: str) -> None:
-    """On a terminal, show the running check until its finding replaces the line."""
+    """Show the running check on a terminal, until its finding replaces the line."""
     if sys.stdout.isatty():
         print(f"....  {name}", end="\r", flush=True)
 
@@ -48,26 +63,3 @@ def _print_finding(finding: "Finding") -> None:
     print(f"{_MARKS[finding.status]}  {finding.name:<26}  {finding.detail}", flush=True)
     if finding.fix:
         print(f"      fix: {finding.fix}", flush=True)
-
-
-def _doctor_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="isobit doctor",
-        description=(
-            "Test this machine: versions, disk and memory, the quantisers against stored bytes, "
-            "every kernel for exactness at one thread\n"
-            "and at all, and the starter model.  Takes half a minute to two minutes on a CPU; "
-            "exits 1 where anything failed."
-        ),
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--directory",
-        type=path_value,
-        default=Path(),
-        metavar="DIR",
-        help="where files are tried out; by default the current one",
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
-    return parser

@@ -3,28 +3,35 @@
 """
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobit.cli.arguments import (
-    add_data,
-    add_output,
-    add_threads,
+from isobit.cli.options import (
+    FOLDER,
+    JSON,
+    NO_CHAT,
+    PRECISION,
+    SEED,
+    THREADS,
+    Command,
+    Option,
+    also_keys,
     check_new,
-    evaluation_source,
-    folder_parser,
     given,
+    option,
     path_value,
     positive,
     precision_value,
     set_threads,
-    settings_from,
 )
 from isobit.cli.start import obey_as_rank, start_ranks, starting
+from isobit.config.commands import ScoringConfig
+from isobit.config.data import file_rows
+from isobit.config.recipes import RunConfig
 from isobit.util.errors import ConfigError
 from isobit.util.strict_json import json_text
 
@@ -34,113 +41,104 @@ if TYPE_CHECKING:
 
 
 FLAG = "--reward-model"
+_TASK = "task:"
+SPLIT = option("--split NAME", "of a folder or a dataset of the hub that has several")
+PROBLEMS = option("--problems N", "use the first N; by default all, or 1000 of a task", positive)
+MAX_NEW_TOKENS = option("--max-new-tokens N", "longest completion", key="evaluation.max_new_tokens")
 
 
-def evaluate_reward_model(arguments: Sequence[str]) -> int:
-    options, overrides = _reward_parser().parse_known_args(arguments)
-    if options.out is not None:
-        check_new(options.out)
-
-    from isobit.config.commands import ScoringConfig
-
-    kind = "hf" if path_value(options.data).is_dir() else "jsonl"
-    values = {
-        "precision": options.precision,
-        "data": {"type": kind, "path": options.data, **given(limit=options.problems)},
-        "chat": not options.no_chat,
-    }
-    config = settings_from(ScoringConfig, values, overrides)
-    set_threads(options)
-    with starting():
-        from isobit.commands.score import describe_scores, score_rows, summarise
-
-    result = summarise(list(_written(score_rows(options.folder, config), options.out)))
-    if options.json:
-        print(json_text(asdict(result), indent=2))
-    else:
-        print(f"{config.precision.name}: {describe_scores(result)}")
-    return 0
+def data_option(required: bool) -> Option:
+    return option(
+        "--data WHAT",
+        "a JSONL, CSV or Parquet file, a Hugging Face dataset's folder, hub:ORG/NAME for a dataset "
+        "of the hub, task:NAME for a task of reasoning-gym, or starter:held_out.jsonl",
+        required=required,
+    )
 
 
-def _written(rows: "Iterable[ScoredRow]", out: Path | None) -> "Iterator[ScoredRow]":
-    """The rows, each written to the file ``out`` before the next is computed."""
-    if out is None:
-        yield from rows
-        return
-    with out.open("x", encoding="utf-8", buffering=1) as file:
-        for one in rows:
-            line = {name: value for name, value in asdict(one).items() if value is not None}
-            file.write(json_text(line) + "\n")
-            yield one
-
-
-def _reward_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="isobit eval",
-        description=(
-            "Score the answers of a file with a reward model: rows of `prompt` and `completion`, "
-            "or pairs of `prompt`, `chosen` and `rejected`."
+_COMMAND = Command(
+    "eval",
+    "Measure a model folder on a dataset with a reward.  `isobit eval --reward-model FOLDER "
+    "--data FILE` scores the answers of a file with a reward model instead; `isobit eval "
+    "--reward-model FOLDER --help` says how.",
+    [
+        FOLDER,
+        PRECISION,
+        SEED,
+        THREADS,
+        data_option(required=True),
+        SPLIT,
+        PROBLEMS,
+        option(
+            "--reward NAME",
+            "module:function or path/to/file.py:function; by default the scorer of the "
+            "reasoning-gym task",
+            str,
+            key="reward.function",
+            default="reasoning_gym",
         ),
-        epilog=(
-            "--KEY VALUE sets any key of precision and data as well, for example "
-            "--data.completion answer, and tokens_per_batch."
+        option(
+            "--samples N",
+            "samples a problem, by default 1: gives mean@n and pass@k",
+            key="evaluation.samples",
         ),
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        FLAG,
-        dest="folder",
-        type=path_value,
-        required=True,
-        metavar="FOLDER",
-        help="a Hugging Face folder, or a name of the hub, of a ...ForSequenceClassification "
-        "model with one label",
-    )
-    parser.add_argument(
-        "--data",
-        required=True,
-        metavar="WHAT",
-        help="a JSONL file, or a Hugging Face dataset's folder",
-    )
-    parser.add_argument(
-        "--precision",
-        type=precision_value,
-        metavar="NAME",
-        default="fp8",
-        help="fp32, bf16, fp8 (default) or int8",
-    )
-    add_threads(parser)
-    parser.add_argument(
-        "--problems", type=positive, metavar="N", help="use the first N rows; by default all"
-    )
-    parser.add_argument(
-        "--no-chat",
-        action="store_true",
-        help="take prompts as they stand, without the tokenizer's chat template",
-    )
-    parser.add_argument(
-        "--out",
-        type=path_value,
-        metavar="FILE.jsonl",
-        help="write a line for each row there, as it is scored",
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
-    return parser
+        option("--temperature T", "by default 0, greedy", key="evaluation.temperature"),
+        MAX_NEW_TOKENS,
+        NO_CHAT,
+        JSON,
+    ],
+    also_keys("precision, rollout, data and evaluation"),
+    keeps_lines=True,
+)
+_REWARD_MODEL = Command(
+    "eval",
+    "Score the answers of a file with a reward model: rows of `prompt` and `completion`, or pairs "
+    "of `prompt`, `chosen` and `rejected`.",
+    [
+        option(
+            f"{FLAG} FOLDER",
+            "a Hugging Face folder, or a name of the hub, of a ...ForSequenceClassification model "
+            "with one label",
+            path_value,
+            dest="folder",
+            required=True,
+        ),
+        option("--data WHAT", "a JSONL file, or a Hugging Face dataset's folder", required=True),
+        option(
+            "--precision NAME",
+            "fp32, bf16, fp8 (default) or int8",
+            precision_value,
+            key="precision",
+        ),
+        THREADS,
+        option("--problems N", "use the first N rows; by default all", positive),
+        NO_CHAT,
+        option("--out FILE.jsonl", "write a line for each row there, as it is scored", path_value),
+        JSON,
+    ],
+    "--KEY VALUE sets any key of precision and data as well, for example --data.completion answer, "
+    "and tokens_per_batch.",
+)
 
 
 def run_eval(arguments: Sequence[str]) -> int:
     """Evaluate and print. Raises IsobitError for unusable input."""
     if any(word.partition("=")[0] == FLAG for word in arguments):
-        return evaluate_reward_model(arguments)
+        return _score_with_reward_model(arguments)
     return obey_as_rank(arguments, _eval)
 
 
 def _eval(arguments: Sequence[str], world: "World | None") -> int:
-    options, overrides = _parser().parse_known_args(arguments)
-
-    from isobit.config.recipes import RunConfig
-
-    config = settings_from(RunConfig, _values(options), overrides)
+    options, overrides = _COMMAND.read_some(arguments)
+    name, source = evaluation_source(options)
+    config = _COMMAND.settings(
+        RunConfig,
+        options,
+        overrides,
+        output=options.folder,
+        seed=options.seed,
+        data={"train": source, "eval": {name: source}, "chat": not options.no_chat},
+    )  # the training data and the output are not used
     ranks = config.cluster.rollout_tp
     if config.cluster.processes not in (1, ranks):
         raise ConfigError(
@@ -163,7 +161,7 @@ def _eval(arguments: Sequence[str], world: "World | None") -> int:
     if world is not None and world.rank > 0:
         return 0
     if options.json:
-        print(json_text({name: one.figures() for name, one in results.items()}, indent=2))
+        print(json_text({name: result.figures() for name, result in results.items()}, indent=2))
     else:
         Console().line(
             "\n".join(
@@ -174,46 +172,61 @@ def _eval(arguments: Sequence[str], world: "World | None") -> int:
     return 0
 
 
-def _values(options: Namespace) -> dict[str, Any]:
-    """The tables of a run with this evaluation; its training data and output are not used."""
-    name, source = evaluation_source(options)
-    evaluation = given(
-        samples=options.samples,
-        temperature=options.temperature,
-        max_new_tokens=options.max_new_tokens,
-    )
-    return {
-        "output": options.folder,
-        "seed": options.seed,
-        "precision": options.precision,
-        "data": {"train": source, "eval": {name: source}, "chat": not options.no_chat},
-        "reward": {"function": options.reward},
-        "evaluation": evaluation,
-    }
+def evaluation_source(options: Namespace) -> tuple[str, dict[str, Any]]:
+    """The name of the data that ``--data`` and ``--split`` name, and its table."""
+    text: str = options.data
+    if text.startswith(_TASK):
+        name = text.removeprefix(_TASK)
+        return name, {
+            "type": "reasoning_gym",
+            "task": name,
+            "seed": options.seed,
+            **given(size=options.problems),
+        }
+    table = _data_table(text, options.split) | given(limit=options.problems)
+    return Path(text.rpartition(":")[2].partition("@")[0]).stem, table
 
 
-def _parser() -> ArgumentParser:
-    parser = folder_parser(
-        "eval",
-        "Measure a model folder on a dataset with a reward.  `isobit eval --reward-model FOLDER "
-        "--data FILE` scores the answers of a file with a reward model instead; `isobit eval "
-        "--reward-model FOLDER --help` says how.",
-        "precision, rollout, data and evaluation",
+def _data_table(text: str, split: str | None = None) -> dict[str, Any]:
+    """The rows that a word names: a file by its suffix, a folder, or ``hub:ORG/NAME``."""
+    if text.startswith("hub:"):
+        return {"type": "hub", "dataset": text.removeprefix("hub:"), "split": split}
+    if path_value(text).is_dir():
+        return {"type": "hf", "path": text, "split": split}
+    return file_rows(Path(text)).model_dump(include={"type", "path"})
+
+
+def _score_with_reward_model(arguments: Sequence[str]) -> int:
+    options, overrides = _REWARD_MODEL.read_some(arguments)
+    if options.out is not None:
+        check_new(options.out)
+    kind = "hf" if path_value(options.data).is_dir() else "jsonl"
+    config = _REWARD_MODEL.settings(
+        ScoringConfig,
+        options,
+        overrides,
+        data={"type": kind, "path": options.data, **given(limit=options.problems)},
+        chat=not options.no_chat,
     )
-    add_data(parser, required=True)
-    parser.add_argument(
-        "--reward",
-        default="reasoning_gym",
-        metavar="NAME",
-        help=(
-            "module:function or path/to/file.py:function; by default the scorer of the "
-            "reasoning-gym task"
-        ),
-    )
-    parser.add_argument(
-        "--samples", metavar="N", help="samples a problem, by default 1: gives mean@n and pass@k"
-    )
-    parser.add_argument("--temperature", metavar="T", help="by default 0, greedy")
-    parser.add_argument("--max-new-tokens", metavar="N", help="longest completion")
-    add_output(parser)
-    return parser
+    set_threads(options)
+    with starting():
+        from isobit.commands.score import score_rows, summarise
+        from isobit.run.frozen_models import describe
+
+    result = summarise(list(_written(score_rows(options.folder, config), options.out)))
+    if options.json:
+        print(json_text(asdict(result), indent=2))
+    else:
+        print(f"{config.precision.name}: {describe(result)}")
+    return 0
+
+
+def _written(rows: "Iterable[ScoredRow]", out: Path | None) -> "Iterator[ScoredRow]":
+    """The rows, each written to the file ``out`` before the next is computed."""
+    if out is None:
+        yield from rows
+        return
+    with out.open("x", encoding="utf-8", buffering=1) as file:
+        for row in rows:
+            file.write(json_text(given(**asdict(row))) + "\n")
+            yield row

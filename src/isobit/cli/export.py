@@ -1,29 +1,82 @@
 """``isobit export RUN_OR_FOLDER``: writes a model as a Hugging Face folder, or to the hub."""
 
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from isobit.cli.arguments import (
-    add_threads,
+from isobit.cli.hub import HUB, HubTarget, export_to_hub
+from isobit.cli.options import (
+    THREADS,
+    Command,
+    option,
     path_value,
     positive,
     precision_value,
     set_threads,
-    settings_from,
 )
-from isobit.cli.hub import HUB, HubTarget, export_to_hub
 from isobit.cli.start import starting
+from isobit.config.commands import ExportConfig
 from isobit.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from isobit.commands.export import ExportResult
-    from isobit.config.precision import PrecisionConfig
+
+_COMMAND = Command(
+    "export",
+    "Write a run's policy, or a model folder, as a Hugging Face folder: shards with an index, "
+    "config, tokenizer, chat template, generation config, and a model card with the run's figures. "
+    " transformers and vLLM load it.  With --to hf://user/name it is uploaded.",
+    [
+        option(
+            "source RUN_OR_FOLDER",
+            "the directory that `isobit train` or `sft` wrote, a model folder, a name of the hub, "
+            "or `starter`",
+        ),
+        option(
+            "--to FOLDER",
+            "what is written: a folder, or a model of the hub as hf://user/name",
+            required=True,
+        ),
+        option(
+            "--format",
+            "bf16 (default), or the bytes that the policy samples with: fp8, or int8 for vLLM",
+            choices=("bf16", "fp8", "int8"),
+            default="bf16",
+        ),
+        option("--private", "of a new model of the hub"),
+        option(
+            "--merge",
+            "of a run with [lora], or an adapter's folder: add the adapters to their base and "
+            "write that; without it PEFT's folder is written",
+        ),
+        option(
+            "--step K",
+            "of a run, the checkpoint after K steps, or `best`, by its checkpoint.keep_best; by "
+            "default its model, or newest checkpoint",
+            lambda text: text if text == "best" else positive(text),
+        ),
+        option(
+            "--precision NAME",
+            "with fp8 and int8, the flow; by default the run's own, as it is stored, or that of "
+            "the format's name",
+            precision_value,
+            key="precision",
+        ),
+        option(
+            "--shard-mb N",
+            "largest file of tensors, in MB; by default 5000",
+            positive,
+            default=5000,
+        ),
+        option("--overwrite", "replace a model folder that is there"),
+        THREADS,
+    ],
+    "--precision.KEY VALUE sets any key of precision as well; `isobit train --help` lists them.",
+)
 
 
 def run_export(arguments: Sequence[str]) -> int:
-    options, overrides = _parser().parse_known_args(arguments)
-    precision = _precision(options.precision, overrides)
+    options, overrides = _COMMAND.read_some(arguments)
+    precision = _COMMAND.settings(ExportConfig, options, overrides).precision
     if precision is not None and options.format == "bf16":
         raise ConfigError(
             "--precision says what is written in 8 bits, and --format is bf16: leave one out"
@@ -52,13 +105,6 @@ def run_export(arguments: Sequence[str]) -> int:
         result = export(source, path_value(options.to), overwrite=options.overwrite, **settings)
     console.lines(_describe(result))
     return 0
-
-
-def _precision(given: Any, overrides: Sequence[str]) -> "PrecisionConfig | None":
-    from isobit.config.commands import ExportConfig
-
-    values = {"precision": given} if given is not None else {}
-    return settings_from(ExportConfig, values, overrides).precision
 
 
 def _describe(result: "ExportResult", address: str | None = None) -> list[str]:
@@ -90,75 +136,3 @@ def _describe(result: "ExportResult", address: str | None = None) -> list[str]:
             "loaders ask",
         ]
     return lines
-
-
-def _add_switches(parser: ArgumentParser) -> None:
-    parser.add_argument("--private", action="store_true", help="of a new model of the hub")
-    parser.add_argument(
-        "--merge",
-        action="store_true",
-        help="of a run with [lora], or an adapter's folder: add the adapters to their base and "
-        "write that; without it PEFT's folder is written",
-    )
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="isobit export",
-        description=(
-            "Write a run's policy, or a model folder, as a Hugging Face folder: shards with an "
-            "index, config, tokenizer, chat template, generation config, and a model card with "
-            "the run's figures.  transformers and vLLM load it.  With --to hf://user/name it is "
-            "uploaded."
-        ),
-        epilog=(
-            "--precision.KEY VALUE sets any key of precision as well; `isobit train --help` lists "
-            "them."
-        ),
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "source",
-        metavar="RUN_OR_FOLDER",
-        help="the directory that `isobit train` or `sft` wrote, a model folder, a name of the hub, "
-        "or `starter`",
-    )
-    parser.add_argument(
-        "--to",
-        metavar="FOLDER",
-        required=True,
-        help="what is written: a folder, or a model of the hub as hf://user/name",
-    )
-    parser.add_argument(
-        "--format",
-        choices=("bf16", "fp8", "int8"),
-        default="bf16",
-        help="bf16 (default), or the bytes that the policy samples with: fp8, or int8 for vLLM",
-    )
-    _add_switches(parser)
-    parser.add_argument(
-        "--step",
-        type=lambda text: text if text == "best" else positive(text),
-        metavar="K",
-        help="of a run, the checkpoint after K steps, or `best`, by its checkpoint.keep_best; by "
-        "default its model, or newest checkpoint",
-    )
-    parser.add_argument(
-        "--precision",
-        type=precision_value,
-        metavar="NAME",
-        help="with fp8 and int8, the flow; by default the run's own, as it is stored, or that of "
-        "the format's name",
-    )
-    parser.add_argument(
-        "--shard-mb",
-        type=positive,
-        metavar="N",
-        default=5000,
-        help="largest file of tensors, in MB; by default 5000",
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace a model folder that is there"
-    )
-    add_threads(parser)
-    return parser

@@ -44,16 +44,19 @@ class HubTarget:
                 f"--to is {target!r}, but there is no token of the hub here: run `hf auth login`, "
                 "or set HF_TOKEN to one that may write"
             )
-        made = cls(match["name"], HfApi())
-        with made.errors("cannot be opened"):
-            made.api.create_repo(made.name, private=private or None, exist_ok=True)
-            there = set(made.api.list_repo_files(made.name)) - {".gitattributes", "README.md"}
-        if there and not overwrite:
+        repository = cls(match["name"], HfApi())
+        with repository.errors("cannot be opened"):
+            repository.api.create_repo(repository.name, private=private or None, exist_ok=True)
+            files = set(repository.api.list_repo_files(repository.name)) - {
+                ".gitattributes",
+                "README.md",
+            }
+        if files and not overwrite:
             raise ConfigError(
-                f"--to is {target!r}, which already holds {len(there)} files; name another model, "
+                f"--to is {target!r}, which already holds {len(files)} files; name another model, "
                 "or replace it (--overwrite)"
             )
-        return made
+        return repository
 
     def upload(self, folder: Path, message: str) -> str:
         """Upload a folder as one commit, replacing older weights.  -> Its address."""
@@ -98,8 +101,8 @@ def export_to_hub(
     """``export`` to a temporary folder, and upload that.  -> Also the model's address."""
     from isobit.commands.export import export
 
-    with TemporaryDirectory(prefix="isobit-export-") as place:
-        folder = Path(place) / target.name.rpartition("/")[2]
+    with TemporaryDirectory(prefix="isobit-export-") as temporary:
+        folder = Path(temporary) / target.name.rpartition("/")[2]
         result = export(source, folder, **settings)
         step = "" if source.step is None else f" after step {source.step}"
         address = target.upload(folder, f"Upload {result.format} weights{step} by Isobit")

@@ -1,34 +1,61 @@
 """``isobit inspect FOLDER``: shows what is in a model folder."""
 
-from argparse import ArgumentParser
 from collections.abc import Sequence
 
-from isobit.cli.arguments import (
-    add_gpu,
+from isobit.cli.options import (
+    FOLDER,
+    JSON,
+    PRECISION,
+    THREADS,
+    Command,
+    also_keys,
     check_directory,
-    folder_parser,
+    gpu_options,
+    option,
     path_value,
     positive,
     set_threads,
-    settings_from,
 )
 from isobit.cli.start import starting
+from isobit.config.commands import InspectConfig
 from isobit.util.errors import ConfigError
 from isobit.util.strict_json import json_text
+
+_COMMAND = Command(
+    "inspect",
+    "Look at a model folder: its tensors and formats, the error of its weights in FP8 by layer, "
+    "what each preset\nquantises, and the memory that it takes.  A folder in FP8 is shown as it is "
+    "stored.",
+    [
+        FOLDER,
+        PRECISION,
+        THREADS,
+        *gpu_options("what it takes there, from config.json alone: "),
+        option("--weights", "with --gpu: read the weights too, as --out does and as without --gpu"),
+        option(
+            "--longest N",
+            "with --gpu: tokens of the longest sequence in training; by default 4096",
+            positive,
+        ),
+        option("--out FILE", "also write it as an HTML page", path_value),
+        JSON,
+    ],
+    also_keys("precision, rollout and training"),
+    keeps_lines=True,
+)
 
 
 def run_inspect(arguments: Sequence[str]) -> int:
     """Inspect, print, and write the page if asked. Raises IsobitError for an unreadable folder."""
-    options, overrides = _inspect_parser().parse_known_args(arguments)
+    options, overrides = _COMMAND.read_some(arguments)
     with starting():
-        from isobit.config.commands import InspectConfig
         from isobit.models.folder import model_folder
         from isobit.observe.console import Console
         from isobit.observe.inspection import inspect_folder
         from isobit.observe.inspection_page import describe_inspection
     if options.out is not None:
         check_directory(options.out)
-    settings = settings_from(InspectConfig, {"precision": options.precision}, overrides)
+    settings = _COMMAND.settings(InspectConfig, options, overrides)
     if options.gpus is not None and options.gpu is None:
         raise ConfigError("--gpus says how many, and not of which kind: add --gpu h100 or h200")
     set_threads(options)
@@ -36,7 +63,7 @@ def run_inspect(arguments: Sequence[str]) -> int:
 
     console = Console()
     with console.counting("matrices") as on_matrix:
-        found = inspect_folder(
+        inspection = inspect_folder(
             model_folder(options.folder, weights),
             settings.precision,
             options.gpu,
@@ -50,38 +77,10 @@ def run_inspect(arguments: Sequence[str]) -> int:
     if options.out is not None:
         from isobit.observe.inspection_page import write_inspection
 
-        path = write_inspection(found, options.out)
+        path = write_inspection(inspection, options.out)
         written = f"{path} ({path.stat().st_size / 1000:,.0f} kB)"
     if options.json:
-        print(json_text(found.as_json(), indent=2))
+        print(json_text(inspection.as_json(), indent=2))
     else:
-        console.lines([*describe_inspection(found), *(["", written] if written else [])])
+        console.lines([*describe_inspection(inspection), *(["", written] if written else [])])
     return 0
-
-
-def _inspect_parser() -> ArgumentParser:
-    parser = folder_parser(
-        "inspect",
-        "Look at a model folder: its tensors and formats, the error of its weights in FP8 by "
-        "layer, what each preset\nquantises, and the memory that it takes.  A folder in FP8 is "
-        "shown as it is stored.",
-        "precision, rollout and training",
-        with_seed=False,
-    )
-    add_gpu(parser, "what it takes there, from config.json alone: ")
-    parser.add_argument(
-        "--weights",
-        action="store_true",
-        help="with --gpu: read the weights too, as --out does and as without --gpu",
-    )
-    parser.add_argument(
-        "--longest",
-        type=positive,
-        metavar="N",
-        help="with --gpu: tokens of the longest sequence in training; by default 4096",
-    )
-    parser.add_argument(
-        "--out", metavar="FILE", type=path_value, help="also write it as an HTML page"
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
-    return parser

@@ -6,37 +6,38 @@ are installed; ``--out FOLDER`` writes it there with copies of them, to be chang
 
 import re
 import shutil
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
-from isobit.cli.arguments import path_value
+from isobit.cli.options import Command, option, path_value
 from isobit.util.errors import ConfigError
 from isobit.util.terminal import say
 
 if TYPE_CHECKING:
     from isobit.config.shipped import ShippedRecipe
 
+_COMMAND = Command(
+    "recipe",
+    "Print a recipe that comes with Isobit, or list all: isobit recipe NAME > my.toml, and then "
+    "isobit train my.toml.",
+    [
+        option("name NAME", "by default all are listed", nargs="?"),
+        option(
+            "--out FOLDER",
+            "write the recipe there instead, with copies of the data and code that it reads",
+            path_value,
+        ),
+    ],
+)
+
 
 def run_recipe(arguments: Sequence[str]) -> int:
     """Raises ConfigError for a name that no recipe has, and for files that exist."""
     from isobit.config.shipped import read_shipped
 
-    parser = ArgumentParser(
-        prog="isobit recipe",
-        description="Print a recipe that comes with Isobit, or list all: isobit recipe NAME > "
-        "my.toml, and then isobit train my.toml.",
-    )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="by default all are listed")
-    parser.add_argument(
-        "--out",
-        type=path_value,
-        metavar="FOLDER",
-        help="write the recipe there instead, with copies of the data and code that it reads",
-    )
-    options = parser.parse_args(arguments)
+    options = _COMMAND.read(arguments)
     if options.name is None:
         if options.out is not None:
             raise ConfigError("--out is for one recipe: name it, as `isobit recipe` lists them")
@@ -73,11 +74,11 @@ def _write(recipe: "ShippedRecipe", folder: Path) -> None:
     if not re.fullmatch(r'[^"\\\x00-\x1f]+', str(folder)):
         raise ConfigError(f"{folder} would stand in a recipe: take one without quotes and \\")
     names = [recipe.file, *recipe.files]
-    there = [str(folder / name) for name in names if (folder / name).exists()]
-    if there:
+    existing = [str(folder / name) for name in names if (folder / name).exists()]
+    if existing:
         raise ConfigError(
-            f"{', '.join(there)} {'exists' if len(there) == 1 else 'exist'} already; name another "
-            "folder, or remove what is there"
+            f"{', '.join(existing)} {'exists' if len(existing) == 1 else 'exist'} already; name "
+            "another folder, or remove what is there"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)

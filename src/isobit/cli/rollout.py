@@ -1,29 +1,75 @@
 """``isobit rollout FOLDER``: completes prompts, and prints completions or writes JSON lines."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobit.cli.arguments import (
+from isobit.cli.options import (
+    FOLDER,
+    PRECISION,
+    SEED,
+    THREADS,
+    Command,
+    also_keys,
     check_new,
-    folder_parser,
-    given,
+    option,
     path_value,
     set_threads,
-    settings_from,
     whole,
 )
 from isobit.cli.start import obey_as_rank, start_ranks, starting
 from isobit.config.base import MAX_BATCH
+from isobit.config.commands import GenerationConfig
 from isobit.util.disk_space import LineFile, disk_errors
 from isobit.util.terminal import say
 
 if TYPE_CHECKING:
-    from isobit.config.commands import GenerationConfig
     from isobit.parallel.world import World
     from isobit.records.text import Group
+
+_COMMAND = Command(
+    "rollout",
+    "Complete prompts with a model folder, in any precision.",
+    [
+        FOLDER,
+        PRECISION,
+        SEED,
+        THREADS,
+        [
+            option("--prompt TEXT", "the text to complete"),
+            option(
+                "--data FILE", "a JSONL, CSV or Parquet file with a column `prompt`", path_value
+            ),
+        ],
+        option("--max-new-tokens N", "longest completion", key="rollout.max_new_tokens"),
+        option(
+            "--temperature T",
+            "0 is greedy; by default 0 for one sample, 1 for several",
+            key="rollout.temperature",
+        ),
+        option(
+            "--top-p P",
+            "draw from the likeliest tokens of that probability together",
+            key="rollout.top_p",
+        ),
+        option(
+            "--samples N",
+            "completions of each prompt, by default 1",
+            whole(1, MAX_BATCH),
+            default=1,
+        ),
+        option("--no-chat", "take the text as it stands, without the tokenizer's chat template"),
+        option(
+            "--out FILE.jsonl",
+            "write JSON lines there, with tokens and log-probabilities",
+            path_value,
+        ),
+    ],
+    also_keys("precision and rollout"),
+    keeps_lines=True,
+)
 
 
 def run_rollout(arguments: Sequence[str]) -> int:
@@ -32,19 +78,11 @@ def run_rollout(arguments: Sequence[str]) -> int:
 
 
 def _rollout(arguments: Sequence[str], world: "World | None") -> int:
-    options, overrides = _parser().parse_known_args(arguments)
+    options, overrides = _COMMAND.read_some(arguments)
     is_first = world is None or world.rank == 0
     if options.out is not None and is_first:
         check_new(options.out)
-
-    from isobit.config.commands import GenerationConfig
-
-    limits = given(
-        max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p
-    )
-    settings = settings_from(
-        GenerationConfig, {"precision": options.precision, "rollout": limits}, overrides
-    )
+    settings = _COMMAND.settings(GenerationConfig, options, overrides)
     if world is None and settings.cluster.rollout_tp > 1:
         start_ranks("rollout", arguments, settings.cluster.rollout_tp, options.threads)
         return 0
@@ -90,7 +128,7 @@ def _writing(out: Path) -> "Iterator[Callable[[Group], None]]":
 
 def _generate(
     options: Namespace,
-    settings: "GenerationConfig",
+    settings: GenerationConfig,
     world: "World | None",
     take: "Callable[[Group], None] | None" = None,
 ) -> "list[Group]":
@@ -130,45 +168,3 @@ def _print(groups: "Sequence[Group]") -> None:
             for message in episode.messages[:-1] if episode is not None else ():
                 print(f"{message['role']}: {printable(message['content'])}")
             print(printable(completion.text))
-
-
-def _parser() -> ArgumentParser:
-    parser = folder_parser(
-        "rollout",
-        "Complete prompts with a model folder, in any precision.",
-        "precision and rollout",
-    )
-    prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", metavar="TEXT", help="the text to complete")
-    prompts.add_argument(
-        "--data",
-        metavar="FILE",
-        type=path_value,
-        help="a JSONL, CSV or Parquet file with a column `prompt`",
-    )
-    parser.add_argument("--max-new-tokens", metavar="N", help="longest completion")
-    parser.add_argument(
-        "--temperature", metavar="T", help="0 is greedy; by default 0 for one sample, 1 for several"
-    )
-    parser.add_argument(
-        "--top-p", metavar="P", help="draw from the likeliest tokens of that probability together"
-    )
-    parser.add_argument(
-        "--samples",
-        type=whole(1, MAX_BATCH),
-        default=1,
-        metavar="N",
-        help="completions of each prompt, by default 1",
-    )
-    parser.add_argument(
-        "--no-chat",
-        action="store_true",
-        help="take the text as it stands, without the tokenizer's chat template",
-    )
-    parser.add_argument(
-        "--out",
-        metavar="FILE.jsonl",
-        type=path_value,
-        help="write JSON lines there, with tokens and log-probabilities",
-    )
-    return parser

@@ -1,33 +1,30 @@
 """``isobit schema``: the JSON schema of a recipe, or the keys of all recipes as a Markdown page."""
 
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from itertools import groupby
 
 from pydantic import BaseModel
 
+from isobit.cli.options import Command, option
 from isobit.config.keys import Key, all_keys, fields_by_key
 from isobit.config.recipes import RECIPES
 from isobit.config.schema import json_schema
 from isobit.util.strict_json import json_text
 
+_COMMAND = Command(
+    "schema",
+    "Print the JSON schema of a recipe, from which editors complete it.",
+    [
+        option(
+            "command", "whose recipe; by default train", nargs="?", choices=RECIPES, default="train"
+        ),
+        option("--markdown", "print the keys of all recipes as a page instead"),
+    ],
+)
+
 
 def run_schema(arguments: Sequence[str]) -> int:
-    parser = ArgumentParser(
-        prog="isobit schema",
-        description="Print the JSON schema of a recipe, from which editors complete it.",
-    )
-    parser.add_argument(
-        "command",
-        nargs="?",
-        choices=RECIPES,
-        default="train",
-        help="whose recipe; by default train",
-    )
-    parser.add_argument(
-        "--markdown", action="store_true", help="print the keys of all recipes as a page instead"
-    )
-    options = parser.parse_args(arguments)
+    options = _COMMAND.read(arguments)
     if options.markdown:
         print(configuration_page(), end="")
     else:
@@ -75,12 +72,13 @@ def configuration_page() -> str:
 
 
 def _in_order(model: type[BaseModel]) -> list[Key]:
-    """As TOML needs them: keys outside tables first, and a table before those inside it."""
-    places = {name: place for place, name in enumerate(fields_by_key(model))}
+    """The keys in an order that TOML takes: those outside tables first, and a table before those
+    inside it."""
+    ranks = {name: rank for rank, name in enumerate(fields_by_key(model))}
 
     def order(key: Key) -> tuple[bool, int, int]:
         parts = key.path.replace("[]", "").split(".")
-        return len(parts) > 1, places[parts[0]] if len(parts) > 1 else 0, len(parts)
+        return len(parts) > 1, ranks[parts[0]] if len(parts) > 1 else 0, len(parts)
 
     return sorted(all_keys(model), key=order)
 

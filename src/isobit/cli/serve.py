@@ -8,15 +8,24 @@ precision.  With ``--follow`` it takes the weights of each checkpoint that the r
 import os
 import signal
 import socket
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobit.cli.arguments import folder_parser, set_threads, whole
 from isobit.cli.listening import PLAIN_HTTP, check_packages, listening_socket
+from isobit.cli.options import (
+    FOLDER,
+    PRECISION,
+    THREADS,
+    Command,
+    also_keys,
+    option,
+    set_threads,
+    whole,
+)
 from isobit.cli.served_run import FollowedRun, served_settings
 from isobit.cli.start import starting
 from isobit.config.base import MAX_BATCH
@@ -31,18 +40,92 @@ if TYPE_CHECKING:
 
 
 PACKAGES = ("prometheus_client", "starlette", "uvicorn")
-"""Of the extra ``serve``."""
+"""The packages of the extra ``serve``."""
+
+
+def _variable(text: str) -> str:
+    kind, _, name = text.partition(":")
+    if kind != "env" or not name.isidentifier():
+        raise ArgumentTypeError("name the variable that holds the key, as env:NAME")
+    return name
+
+
+def _module(text: str) -> tuple[str, Path]:
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise ArgumentTypeError(f"{text!r}: name an adapter and its folder, as NAME=PATH")
+    return name, Path(path)
+
+
+_COMMAND = Command(
+    "serve",
+    "Serve a model folder by OpenAI's interface, in any precision (docs/serve.md).",
+    [
+        FOLDER,
+        PRECISION,
+        THREADS,
+        option(
+            "--host HOST",
+            "the address to listen at, by default this machine's own",
+            default="127.0.0.1",
+        ),
+        option("--port PORT", "by default 8000; 0 takes a free one", whole(0, 65535), default=8000),
+        option(
+            "--api-key env:NAME",
+            "the variable of the environment that holds the key which clients must send",
+            _variable,
+        ),
+        option(
+            "--allowed-host NAME",
+            "names beside this machine's own by which requests may ask for the server, such as "
+            "that of a proxy; without a key others are refused at the machine's own address",
+            nargs="+",
+            default=[],
+        ),
+        option("--name NAME", "the model's name for clients; by default MODEL as it stands here"),
+        option(
+            "--lora-modules NAME=PATH",
+            "adapters of MODEL, each a model for clients by its name: folders of PEFT, or runs",
+            _module,
+            nargs="+",
+            default=[],
+        ),
+        option(
+            "--follow",
+            "MODEL is a run's directory: take the weights of its checkpoints as they are written",
+        ),
+        option(
+            "--allow-weight-updates DIR",
+            "let a trainer push weights by vLLM's routes, from files below DIR or in requests, "
+            "and runs with rollout.engine = 'http' sample here (docs/engines.md)",
+        ),
+        option(
+            "--max-live N",
+            "samples that are served or wait at once, by default 512; more are answered with 429",
+            whole(1, MAX_BATCH),
+            default=512,
+        ),
+        option(
+            "--grace SECONDS",
+            "how long answers may take to their end after SIGTERM, by default 30",
+            whole(1, 86400),
+            default=30,
+        ),
+    ],
+    also_keys("precision, rollout and data"),
+    keeps_lines=True,
+)
 
 
 def run_serve(arguments: Sequence[str]) -> int:
     """Serve until SIGTERM or Ctrl-C. Raises IsobitError for unusable input before that."""
-    options, overrides = _parser().parse_known_args(arguments)
+    options, overrides = _COMMAND.read_some(arguments)
     check_packages("serve", PACKAGES)
     key = _key(options.api_key)
     updated = _updated(options)
     adapters = _adapters(options)
     followed = FollowedRun(Path(options.folder)) if options.follow else None
-    settings = served_settings(options, overrides)
+    settings = served_settings(_COMMAND, options, overrides)
     with listening_socket(options.host, options.port, f"--host {options.host} ") as listener:
         set_threads(options)
         with starting():
@@ -85,7 +168,7 @@ def _updated(options: Namespace) -> Path | None:
 
 
 def _adapters(options: Namespace) -> dict[str, Path]:
-    """By their names for clients; a run's are those of its finished model."""
+    """The folders of the adapters by their names for clients; a run's are its finished model's."""
     if not options.lora_modules:
         return {}
     if options.follow or options.allow_weight_updates is not None:
@@ -148,7 +231,8 @@ def _server(
         max_tokens=rollout.max_new_tokens if "max_new_tokens" in rollout.model_fields_set else None,
         precision=settings.precision.name,
         adapters=tuple(adapters),
-        folders={name: options.folder} | {one: str(path) for one, path in options.lora_modules},
+        folders={name: options.folder}
+        | {adapter: str(path) for adapter, path in options.lora_modules},
         hosts=hosts,
     )
     updates = None if updated is None else WeightUpdates(policy, thread, updated)
@@ -210,91 +294,3 @@ def _hosts(options: Namespace, address: str) -> HostCheck | None:
         if not ip_address(address).is_loopback:
             return HostCheck(None)
     return HostCheck((*LOCAL_NAMES, options.host, address, *options.allowed_host))
-
-
-def _variable(text: str) -> str:
-    kind, _, name = text.partition(":")
-    if kind != "env" or not name.isidentifier():
-        raise ArgumentTypeError("name the variable that holds the key, as env:NAME")
-    return name
-
-
-def _module(text: str) -> tuple[str, Path]:
-    name, equals, path = text.partition("=")
-    if not (name and equals and path):
-        raise ArgumentTypeError(f"{text!r}: name an adapter and its folder, as NAME=PATH")
-    return name, Path(path)
-
-
-def _add_addresses(parser: ArgumentParser) -> None:
-    """Where it listens, and who may ask."""
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="the address to listen at, by default this machine's own",
-    )
-    parser.add_argument(
-        "--port", type=whole(0, 65535), default=8000, help="by default 8000; 0 takes a free one"
-    )
-    parser.add_argument(
-        "--api-key",
-        type=_variable,
-        metavar="env:NAME",
-        help="the variable of the environment that holds the key which clients must send",
-    )
-    parser.add_argument(
-        "--allowed-host",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="names beside this machine's own by which requests may ask for the server, such as "
-        "that of a proxy; without a key others are refused at the machine's own address",
-    )
-
-
-def _parser() -> ArgumentParser:
-    parser = folder_parser(
-        "serve",
-        "Serve a model folder by OpenAI's interface, in any precision (docs/serve.md).",
-        "precision, rollout and data",
-        with_seed=False,
-    )
-    parser.set_defaults(precision=None)
-    _add_addresses(parser)
-    parser.add_argument(
-        "--name", help="the model's name for clients; by default MODEL as it stands here"
-    )
-    parser.add_argument(
-        "--lora-modules",
-        type=_module,
-        nargs="+",
-        default=[],
-        metavar="NAME=PATH",
-        help="adapters of MODEL, each a model for clients by its name: folders of PEFT, or runs",
-    )
-    parser.add_argument(
-        "--follow",
-        action="store_true",
-        help="MODEL is a run's directory: take the weights of its checkpoints as they are written",
-    )
-    parser.add_argument(
-        "--allow-weight-updates",
-        metavar="DIR",
-        help="let a trainer push weights by vLLM's routes, from files below DIR or in requests, "
-        "and runs with rollout.engine = 'http' sample here (docs/engines.md)",
-    )
-    parser.add_argument(
-        "--max-live",
-        type=whole(1, MAX_BATCH),
-        default=512,
-        metavar="N",
-        help="samples that are served or wait at once, by default 512; more are answered with 429",
-    )
-    parser.add_argument(
-        "--grace",
-        type=whole(1, 86400),
-        default=30,
-        metavar="SECONDS",
-        help="how long answers may take to their end after SIGTERM, by default 30",
-    )
-    return parser

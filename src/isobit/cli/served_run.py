@@ -8,34 +8,33 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobit.cli.arguments import settings_from
+from isobit.cli.options import Command
+from isobit.config.commands import ServeConfig
 from isobit.store.directory import RunDirectory, is_run
 from isobit.util.errors import ConfigError, IsobitError
 from isobit.util.plain_files import read_plain
 from isobit.util.terminal import say
 
 if TYPE_CHECKING:
-    from isobit.config.commands import ServeConfig
     from isobit.models.policy import Policy
 
 
 POLL_S = 1.0
-"""Between two looks for a checkpoint."""
+"""Seconds between two looks for a checkpoint."""
 
 
 def served_settings(
-    options: Namespace, overrides: Sequence[str], **rollout: object
-) -> "ServeConfig":
-    """Those of the command line, with the precision of a run where one is named, whose finished
-    model becomes the folder. Raises ConfigError.
+    command: Command, options: Namespace, overrides: Sequence[str], **tables: Any
+) -> ServeConfig:
+    """The settings of the command line over ``tables``. The folder of the model becomes
+    ``options.model``: of a run it is the finished model, in the run's precision unless another one
+    is named. Raises ConfigError.
     """
-    from isobit.config.commands import ServeConfig
-
-    precision, root = options.precision, Path(options.folder)
+    root = Path(options.folder)
     options.model = options.folder
     if is_run(root):
         record = recorded_recipe(root)
-        precision = record["precision"] if precision is None else precision
+        tables["precision"] = record["precision"]
         if getattr(options, "follow", False):
             options.model = record["model"]
         elif (root / "model").is_dir():
@@ -45,8 +44,7 @@ def served_settings(
                 f"the run in {root} has not finished, so it has no model yet; follow it with "
                 "`isobit serve RUN --follow`, or write a checkpoint of it with `isobit export`"
             )
-    values = {"precision": "fp8" if precision is None else precision, "rollout": rollout}
-    return settings_from(ServeConfig, values, overrides)
+    return command.settings(ServeConfig, options, overrides, **tables)
 
 
 def recorded_recipe(root: Path) -> dict[str, Any]:
@@ -69,20 +67,20 @@ class FollowedRun:
             raise ConfigError("--follow is for a run that began with a model; this one had none")
         self._checkpoints = RunDirectory(root).checkpoints
         self._step = 0
-        self._found: tuple[int, Path] | None = None
+        self._newest: tuple[int, Path] | None = None
 
     def start(self, policy: "Policy") -> None:
         """Take the newest checkpoint now, and look for others from now on."""
         self._look()
         if (take := self.new_weights(policy)) is not None:
             take()
-        threading.Thread(target=self._look_on, name="checkpoints", daemon=True).start()
+        threading.Thread(target=self._keep_looking, name="checkpoints", daemon=True).start()
 
     def new_weights(self, policy: "Policy") -> Callable[[], None] | None:
         """What publishes the newest checkpoint, if it has not been."""
-        return None if self._found is None else lambda: self._publish(policy)
+        return None if self._newest is None else lambda: self._publish(policy)
 
-    def _look_on(self) -> None:
+    def _keep_looking(self) -> None:
         while True:
             time.sleep(POLL_S)
             self._look()
@@ -93,11 +91,11 @@ class FollowedRun:
 
         try:
             folders = folders_by_step(self._checkpoints)
-            newest = max(folders, default=0)
-            if newest <= self._step:
+            step = max(folders, default=0)
+            if step <= self._step:
                 return
-            self._step = newest
-            self._found = newest, read_checkpoint(folders[newest]).folder
+            self._step = step
+            self._newest = step, read_checkpoint(folders[step]).folder
         except (IsobitError, OSError) as error:  # a run keeps the last few, and removes others
             say(f"isobit: the checkpoint of step {self._step} is passed over: {error}")
 
@@ -105,8 +103,8 @@ class FollowedRun:
         from isobit.commands.export import MasterTensors
         from isobit.store.checkpoint import MASTERS
 
-        assert self._found is not None
-        (step, folder), self._found = self._found, None
+        assert self._newest is not None
+        (step, folder), self._newest = self._newest, None
         try:
             masters = MasterTensors.of(folder / MASTERS, policy.config).file
         except IsobitError as error:

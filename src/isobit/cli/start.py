@@ -23,6 +23,14 @@ def starting() -> AbstractContextManager[object]:
     return console.status("starting") if console.is_terminal else nullcontext()
 
 
+class DiffersError(IsobitError):
+    """Ends one of several ranks with ``exit_code``: their launcher expects an error."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
 NOT_COMPARED = 2
 
 

@@ -9,23 +9,24 @@ nothing. ``--KEY VALUE`` overrides any key of the recipe.
 import json
 import signal
 import threading
-from argparse import Namespace
+from argparse import REMAINDER, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from isobit.cli.arguments import (
+from isobit.cli.options import (
     ALLOW,
-    add_allow_change,
-    add_gpu,
+    add_options,
+    allow_change,
     allowed_names,
-    asks_for_help,
-    flags_first,
+    gpu_options,
+    option,
     path_value,
-    recipe_parser,
 )
 from isobit.cli.start import starting
+from isobit.config.base import Strict
+from isobit.config.keys import all_keys
 from isobit.config.load import build_with, dump_config, load_recipe
 from isobit.config.recipes import Recipe
 from isobit.parallel.black_box import end_with_launcher
@@ -70,8 +71,20 @@ class TrainingCommand(Protocol[AnyRecipe]):
 
 
 RESUME = "--resume"
-FLAGS = ("--print-config", "--dry-run", "--verbose", RESUME)
-VALUED = (ALLOW, "--gpu", "--gpus")
+_OPTIONS = [
+    option("--print-config", "check the recipe, print it with every default, and stop"),
+    option(RESUME, "go on with the run in the output directory; RECIPE may be that"),
+    allow_change(
+        "with --resume: a key or an input that may be other than in the run that goes on, which is "
+        "recorded; a refused resume names them"
+    ),
+    option("--dry-run", "check the run, print what it would use and take, and touch nothing"),
+    *gpu_options("with --dry-run: plan for such a GPU, which need not be here: "),
+    option(
+        "--verbose",
+        "with --dry-run: also print the formats of all operations and the resolved recipe",
+    ),
+]
 
 
 def run_training(command: TrainingCommand[AnyRecipe], arguments: Sequence[str]) -> int:
@@ -139,32 +152,57 @@ def _obey(
 
 
 def _read_options(command: TrainingCommand[AnyRecipe], arguments: Sequence[str]) -> Namespace:
-    helps = asks_for_help(arguments)
-    parser = recipe_parser(
-        command.name, command.description, command.example, command.recipe if helps else None
+    is_help = bool({"-h", "--help"} & set(arguments))
+    parser = ArgumentParser(
+        prog=f"isobit {command.name}",
+        usage=f"isobit {command.name} [--print-config] RECIPE.toml [--KEY VALUE ...]",
+        description=f"{command.description}\nRelative paths are relative to the current directory.",
+        epilog=_describe_keys(command.recipe) if is_help else None,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument(
-        RESUME,
-        action="store_true",
-        help="go on with the run in the output directory; RECIPE may be that",
-    )
-    add_allow_change(
+    add_options(
         parser,
-        "with --resume: a key or an input that may be other than in the run that goes on, "
-        "which is recorded; a refused resume names them",
+        [*_OPTIONS, option("recipe RECIPE.toml", f"for example {command.example}")],
     )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check the run, print what it would use and take, and touch nothing",
+    overrides = parser.add_argument(
+        "overrides",
+        metavar="--KEY VALUE",
+        nargs=REMAINDER,
+        help="changes of the recipe, for example --training.steps 5",
     )
-    add_gpu(parser, "with --dry-run: plan for such a GPU, which need not be here: ")
-    parser.add_argument(
-        "--verbose",
-        action="store_true",
-        help="with --dry-run: also print the formats of all operations and the resolved recipe",
-    )
-    return parser.parse_args(["--help"] if helps else flags_first(arguments, FLAGS, VALUED))
+    overrides.required = False  # otherwise argparse requires at least one
+    return parser.parse_args(["--help"] if is_help else _flags_first(arguments))
+
+
+def _flags_first(arguments: Sequence[str]) -> list[str]:
+    """The arguments with the options moved to the front: after the recipe the parser would take
+    them for overrides.
+    """
+    flags = [option.flag for option in _OPTIONS if option.is_switch]
+    valued = [option.flag for option in _OPTIONS if not option.is_switch]
+    first: list[str] = []
+    rest: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word in valued:
+            first += [word, *(value for value in [next(words, None)] if value is not None)]
+        elif word in flags or word.partition("=")[0] in valued:
+            first.append(word)
+        else:
+            rest.append(word)
+    return first + rest
+
+
+def _describe_keys(schema: type[Strict]) -> str:
+    lines = ["keys of a recipe (NAME is yours to choose):"]
+    for key in all_keys(schema):
+        default = f", default {key.default}" if key.default else ""
+        lines += [
+            f"  --{key.path}  ({key.kind}{default})",
+            *([f"        {key.description}"] if key.description else []),
+        ]
+    return "\n".join(lines)
 
 
 def _config_of_run(

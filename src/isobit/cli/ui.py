@@ -2,17 +2,32 @@
 
 import secrets
 import signal
-from argparse import ArgumentParser
 from collections.abc import Sequence
 
-from isobit.cli.arguments import path_value, whole
 from isobit.cli.listening import PLAIN_HTTP, check_packages, listening_socket
+from isobit.cli.options import Command, option, path_value, whole
 from isobit.util.errors import ConfigError
+
+_COMMAND = Command(
+    "ui",
+    "Show the runs of a folder in the browser: curves as they grow, every completion that was "
+    "written with its tokens and rewards, and comparisons.  The page is served to this machine "
+    "alone, at the address that is printed.",
+    [
+        option(
+            "runs RUNS",
+            "a folder that holds runs, at most four folders deep, or a run's directory",
+            path_value,
+            nargs="+",
+        ),
+        option("--port PORT", "by default 8765; 0 takes a free one", whole(0, 65535), default=8765),
+    ],
+)
 
 
 def run_ui(arguments: Sequence[str]) -> int:
     """Serve the viewer until SIGTERM or Ctrl-C. Raises ConfigError for a folder that is none."""
-    options = _ui_parser().parse_args(arguments)
+    options = _COMMAND.read(arguments)
     check_packages("ui", ("starlette", "uvicorn"))
     for folder in options.runs:
         if not folder.is_dir():
@@ -34,26 +49,3 @@ def run_ui(arguments: Sequence[str]) -> int:
             signal.signal(number, lambda *_: None)
         uvicorn.Server(config).run(sockets=[listener])
     return 0
-
-
-def _ui_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="isobit ui",
-        description=(
-            "Show the runs of a folder in the browser: curves as they grow, every completion "
-            "that was written with its tokens and rewards, and comparisons.  The page is served to "
-            "this machine alone, at the address that is printed."
-        ),
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "runs",
-        metavar="RUNS",
-        type=path_value,
-        nargs="+",
-        help="a folder that holds runs, at most four folders deep, or a run's directory",
-    )
-    parser.add_argument(
-        "--port", type=whole(0, 65535), default=8765, help="by default 8765; 0 takes a free one"
-    )
-    return parser

@@ -5,18 +5,31 @@ Exit codes: 0 all equal, 1 something differs, 2 something could not be compared.
 """
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobit.cli.arguments import folder_parser, given, positive, set_threads, settings_from, whole
-from isobit.cli.start import compare_as_rank, start_ranks, starting
-from isobit.util.errors import ConfigError, IsobitError
+from isobit.cli.options import (
+    FOLDER,
+    JSON,
+    PRECISION,
+    SEED,
+    THREADS,
+    Command,
+    also_keys,
+    given,
+    option,
+    positive,
+    set_threads,
+    whole,
+)
+from isobit.cli.start import DiffersError, compare_as_rank, start_ranks, starting
+from isobit.config.commands import VerifyConfig
+from isobit.util.errors import ConfigError
 from isobit.util.strict_json import json_text
 
 if TYPE_CHECKING:
-    from isobit.config.commands import VerifyConfig
     from isobit.parallel.world import World
     from isobit.proof.verify import ScenarioResult, VerifyResult
 
@@ -28,11 +41,9 @@ def run_verify(arguments: Sequence[str]) -> int:
 
 def _verify(arguments: Sequence[str], world: "World | None") -> int:
     has_shape = any(word.partition("=")[0] == "--shape" for word in arguments)
-    options, overrides = _verify_parser(with_folder=not has_shape).parse_known_args(arguments)
-
-    from isobit.config.commands import VerifyConfig
-
-    settings = settings_from(VerifyConfig, {"precision": options.precision}, overrides)
+    command = _command(with_folder=not has_shape)
+    options, overrides = command.read_some(arguments)
+    settings = command.settings(VerifyConfig, options, overrides)
     ranks = settings.cluster.rollout_tp
     if options.bisect and (ranks > 1 or world is not None):
         raise ConfigError(
@@ -55,7 +66,7 @@ def _verify(arguments: Sequence[str], world: "World | None") -> int:
     return result.exit_code
 
 
-def _compare_as_rank(options: Namespace, settings: "VerifyConfig", world: "World") -> int:
+def _compare_as_rank(options: Namespace, settings: VerifyConfig, world: "World") -> int:
     """Compare as one of several ranks; rank 0 prints. Raises if any rank found a difference."""
     result = _compare(options, settings, world)
     if world.rank == 0:
@@ -63,19 +74,11 @@ def _compare_as_rank(options: Namespace, settings: "VerifyConfig", world: "World
     differing = world.all_gather([result.exit_code, result.comparison.tokens_differing])
     for rank, (code, count) in enumerate(differing):
         if code:
-            found = (
+            reason = (
                 f"{count:,} log-probabilities differ" if count else "not everything was compared"
             )
-            raise _NotProvedError(f"rank {rank}: {found}", code)
+            raise DiffersError(f"rank {rank}: {reason}", code)
     return 0
-
-
-class _NotProvedError(IsobitError):
-    """The error of one of several ranks, since their launcher expects an error."""
-
-    def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
 
 
 def _show(options: Namespace, result: "VerifyResult") -> None:
@@ -86,7 +89,7 @@ def _show(options: Namespace, result: "VerifyResult") -> None:
 
 
 def _compare(
-    options: Namespace, settings: "VerifyConfig", world: "World | None" = None
+    options: Namespace, settings: VerifyConfig, world: "World | None" = None
 ) -> "VerifyResult":
     from isobit.models.tensor_parallel import check_ranks
     from isobit.parallel.world import ALONE
@@ -115,7 +118,7 @@ def _compare(
     )
 
 
-def _bisect(options: Namespace, settings: "VerifyConfig") -> int:
+def _bisect(options: Namespace, settings: VerifyConfig) -> int:
     from isobit.proof.bisect import bisect, describe_bisect
     from isobit.proof.verify import VerifyOptions
 
@@ -181,7 +184,7 @@ def _print_result(result: "VerifyResult") -> None:
         f"by {counts.max_abs_diff:.3g} at most"
     )
     if result.operations:
-        rows = sum(one.rows for one in result.operations)
+        rows = sum(operations.rows for operations in result.operations)
         differs = first_operation(result)
         print(
             f"{rows:,} rows of {result.operations[0].sites} operations, numbers before rounding "
@@ -193,41 +196,31 @@ def _print_result(result: "VerifyResult") -> None:
         print(f"not proved: {missing}", file=sys.stderr)
 
 
-def _verify_parser(with_folder: bool) -> ArgumentParser:
-    parser = folder_parser(
+def _command(with_folder: bool) -> Command:
+    options = [
+        PRECISION,
+        SEED,
+        THREADS,
+        option("--prompts N", "random prompts", whole(1, 10_000)),
+        option("--samples N", "completions of each prompt", whole(1, 10_000)),
+        option("--max-new-tokens N", "longest completion", positive),
+        option(
+            "--shape NAME",
+            "random weights of a model's shape, made on the device, instead of FOLDER: qwen3-8b",
+        ),
+        option(
+            "--longest N", "with --shape: tokens of the longest sequence, by default 8192", positive
+        ),
+        option("--outliers", "with --shape: plant outliers in the weights and large biases of K"),
+        option("--bisect", "name the first layer and operation that differ, from checksums of all"),
+        JSON,
+    ]
+    return Command(
         "verify",
         "Generate ragged batches with preemption, chunking and prefix sharing, and compare every "
-        "recorded log-probability\n"
-        "with the training forward, bit for bit.  Exits 1 on any difference, 2 where something "
-        "could not be compared.",
-        "precision and device",
-        with_folder,
+        "recorded log-probability\nwith the training forward, bit for bit.  Exits 1 on any "
+        "difference, 2 where something could not be compared.",
+        [FOLDER, *options] if with_folder else options,
+        also_keys("precision and device"),
+        keeps_lines=True,
     )
-    parser.add_argument("--prompts", type=whole(1, 10_000), metavar="N", help="random prompts")
-    parser.add_argument(
-        "--samples", type=whole(1, 10_000), metavar="N", help="completions of each prompt"
-    )
-    parser.add_argument("--max-new-tokens", type=positive, metavar="N", help="longest completion")
-    parser.add_argument(
-        "--shape",
-        metavar="NAME",
-        help="random weights of a model's shape, made on the device, instead of FOLDER: qwen3-8b",
-    )
-    parser.add_argument(
-        "--longest",
-        type=positive,
-        metavar="N",
-        help="with --shape: tokens of the longest sequence, by default 8192",
-    )
-    parser.add_argument(
-        "--outliers",
-        action="store_true",
-        help="with --shape: plant outliers in the weights and large biases of K",
-    )
-    parser.add_argument(
-        "--bisect",
-        action="store_true",
-        help="name the first layer and operation that differ, from checksums of all",
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
-    return parser

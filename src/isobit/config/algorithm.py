@@ -90,9 +90,9 @@ class TokenClipConfig(ClipConfig):
     default.
     """
     covariance: Literal["clip_cov", "kl_cov"] | None = None
-    """Against entropy collapse (arXiv 2505.22617), for tokens whose log-probability and advantage
-    covary most: clip_cov masks some of them, kl_cov penalises their distance from the old policy
-    and clips nothing. Off by default.
+    """A remedy for entropy collapse (arXiv 2505.22617), for the tokens whose log-probability and
+    advantage covary most: clip_cov masks some of them, kl_cov penalises their distance from the
+    old policy and clips nothing. Off by default.
     """
     covariance_fraction: float = Field(default=2e-4, gt=0, le=1)
     """Share of an update's tokens that are selected."""

@@ -17,10 +17,10 @@ from isobit.util.errors import ConfigError
 def check_corrections(corrections: Sequence[Correction]) -> None:
     """Refuse several corrections by the ratio, and a normalisation that is not the last one."""
     by_ratio = [
-        one.type
-        for one in corrections
-        if isinstance(one, TisCorrection | IcePopCorrection)
-        or (isinstance(one, MisCorrection) and one.level != "geometric")
+        correction.type
+        for correction in corrections
+        if isinstance(correction, TisCorrection | IcePopCorrection)
+        or (isinstance(correction, MisCorrection) and correction.level != "geometric")
     ]
     if len(by_ratio) > 1:
         raise ConfigError(

@@ -99,4 +99,4 @@ def _is_other(field: FieldInfo, value: Any) -> bool:
 
 def _leaves(annotation: Any) -> list[Any]:
     below = get_args(annotation)
-    return [leaf for one in below for leaf in _leaves(one)] if below else [annotation]
+    return [leaf for member in below for leaf in _leaves(member)] if below else [annotation]

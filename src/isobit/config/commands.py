@@ -38,7 +38,7 @@ class VerifyConfig(Strict):
 
 class ExportConfig(Strict):
     precision: PrecisionConfig | None = None
-    """By default the run's own."""
+    """The flow to write; by default the run's own."""
 
 
 class InspectConfig(Strict):

@@ -32,9 +32,9 @@ class MisCorrection(Strict):
     level: Literal["token", "sequence", "geometric"] = "token"
     """Each token's rho, the product over its sequence, or the geometric mean over it."""
     max: float | None = Field(default=None, ge=1, le=MAX_FACTOR)
-    """By default 2, and 1.001 for the geometric mean."""
+    """The largest rho that counts; by default 2, and 1.001 for the geometric mean."""
     min: float | None = Field(default=None, ge=0, le=1)
-    """By default 0, and 0.99 for the geometric mean."""
+    """The smallest rho that counts; by default 0, and 0.99 for the geometric mean."""
 
     @property
     def bounds(self) -> tuple[float, float]:

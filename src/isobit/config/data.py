@@ -10,12 +10,12 @@ from isobit.config.base import MAX_COUNT, MAX_FACTOR, HomeName, HomePath, Seed, 
 from isobit.config.model_shape import MAX_POSITIONS
 
 
-class Source(Strict):
+class PromptData(Strict):
     system: str | None = None
     """A system message put before each prompt (needs a chat template)."""
 
 
-class ReasoningGymData(Source):
+class ReasoningGymData(PromptData):
     type: Literal["reasoning_gym"] = "reasoning_gym"
     task: str
     """Name of the task, for example ``chain_sum``."""
@@ -29,7 +29,7 @@ class ReasoningGymData(Source):
 DEFAULT_TOOLS = "tools"
 
 
-class ColumnsData(Source):
+class ColumnsData(PromptData):
     """Rows whose columns are the prompt, text or chat messages, and what the reward needs. A column
     ``chat_template_kwargs`` adds to ``data.chat_template_kwargs`` for its row.
     """
@@ -46,9 +46,9 @@ class ColumnsData(Source):
 
 def _paths(value: Any) -> Any:
     several = value if isinstance(value, list | tuple) else [value]
-    if several and all(isinstance(one, str | Path) for one in several):
-        found = [path_at_home(one) for one in several]
-        return tuple(found) if several is value else found[0]
+    if several and all(isinstance(path, str | Path) for path in several):
+        expanded = [path_at_home(path) for path in several]
+        return tuple(expanded) if several is value else expanded[0]
     raise PydanticCustomError("paths", "should be a path or a list of paths")
 
 
@@ -114,9 +114,9 @@ class VerifiersData(ColumnsData):
 
     type: Literal["verifiers"] = "verifiers"
     environment: HomeName
-    """As ``environment.verifiers``."""
+    """The environment's name or file, as in ``environment.verifiers``."""
     options: dict[str, Any] = Field(default={})
-    """As ``environment.options``."""
+    """Its keyword arguments, as in ``environment.options``."""
     split: Literal["train", "eval"] = "train"
     """``eval`` is its set for evaluation, or the same where it has no other."""
 
@@ -125,7 +125,7 @@ Weight = Annotated[float, Field(gt=0, le=MAX_FACTOR)]
 SourceOfRows = TypeVar("SourceOfRows")
 
 
-class Mixture(Strict, Generic[SourceOfRows]):
+class SourceMixture(Strict, Generic[SourceOfRows]):
     """Several sources in one: the source of each row is drawn by weight, and its rows are taken in
     their order, as ``datasets.interleave_datasets`` does.
     """
@@ -136,8 +136,8 @@ class Mixture(Strict, Generic[SourceOfRows]):
     weights: dict[str, Weight] = Field(default={})
     """How often each source is drawn, in proportion, by its name; 1 where nothing is said."""
     stop: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
-    """When the mixture ends: after the last row of the source that ends first, or when every source
-    was read to its end, while shorter ones begin again. An epoch sees the mixture once.
+    """The end of the mixture: after the last row of the source that ends first, or once every
+    source was read to its end, while shorter ones begin again. An epoch sees the mixture once.
     """
     seed: Seed = 0
     """Seed of the draws."""
@@ -165,7 +165,7 @@ _Source: TypeAlias = (
 OneSource = Annotated[_Source, Field(discriminator="type")]
 
 
-class MixtureData(Mixture[OneSource]):
+class MixtureData(SourceMixture[OneSource]):
     """Several sources of prompts in one."""
 
 
@@ -275,7 +275,7 @@ OneExampleSource = Annotated[
 ]
 
 
-class MixtureExamples(Mixture[OneExampleSource]):
+class MixtureExamples(SourceMixture[OneExampleSource]):
     """Several sources of examples in one."""
 
 

@@ -24,11 +24,11 @@ class EnvironmentConfig(Strict):
     ``python``, ``search``.
     """
     verifiers: HomeName | None = None
-    """In place of ``class`` an environment of the package ``verifiers``: the name of an installed
+    """An environment of the package ``verifiers`` in place of ``class``: the name of an installed
     one, or a file with ``load_environment``.
     """
     openenv: str | None = None
-    """In place of ``class`` the address of an OpenEnv server, such as ``ws://127.0.0.1:8000``."""
+    """The address of an OpenEnv server, such as ``ws://127.0.0.1:8000``, in place of ``class``."""
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of the class, of ``load_environment``, or of each reset of a server;
     "env:NAME" is an environment variable's value and is not written anywhere.
@@ -59,13 +59,14 @@ class EnvironmentConfig(Strict):
 
     @property
     def place(self) -> str:
-        """Where it is."""
+        """The class, environment or address that the key names."""
         return self.factory or self.verifiers or self.openenv or ""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
-        given = [one for one in (self.factory, self.verifiers, self.openenv) if one is not None]
-        reason = "needs one of class, verifiers and openenv, and no two" if len(given) != 1 else ""
+        sources = (self.factory, self.verifiers, self.openenv)
+        count = sum(source is not None for source in sources)
+        reason = "needs one of class, verifiers and openenv, and no two" if count != 1 else ""
         if self.openenv is not None and not _SERVER.match(self.openenv):
             reason = f'openenv is an address such as "ws://127.0.0.1:8000", not {self.openenv!r}'
         if reason:

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -25,7 +26,7 @@ FRAMEWORKS = {
     "openrlhf": "OpenRLHF",
     "prime_rl": "prime-rl",
 }
-"""Whose names are known, by the fields of a row."""
+"""The frameworks whose names are known, by their fields of a row."""
 _BELOW = ".*"
 """Ends a name that stands for a table: for itself and for every key below it."""
 _PREFIX = "actor_rollout_ref."
@@ -37,7 +38,7 @@ class ForeignRow:
     """One thing under its names in other frameworks, and what to do here (``foreign.toml``)."""
 
     names: Mapping[str, Sequence[str]]
-    """By framework."""
+    """The names by framework."""
     key: str = ""
     """Ours; empty where there is none."""
     say: str = ""
@@ -48,20 +49,22 @@ class ForeignRow:
     def all_names(self) -> Iterator[str]:
         return (name for names in self.names.values() for name in names)
 
-    def answer(self, name: str, model: type[BaseModel]) -> "Answer":
+    def answer(self, name: str, model: type[BaseModel]) -> "ForeignAnswer":
         """What an error says of a name in a recipe of ``model``."""
-        owners = [FRAMEWORKS[one] for one, names in self.names.items() if name in names]
+        owners = [FRAMEWORKS[framework] for framework, names in self.names.items() if name in names]
         of_table = name.endswith(_BELOW)
         whose = f" ({' and '.join(owners)}: {name.removesuffix(_BELOW)})" if owners else ""
         if not self.key:
             what = "not here" if self.needed else "leave it out"
-            return Answer(f"{what}{whose}", self.say, of_table)
+            return ForeignAnswer(f"{what}{whose}", self.say, of_table)
         command = "" if self.key in {key.path for key in all_keys(model)} else " (isobit train)"
-        return Answer(f"use {self.key}{command}{whose}", self.say, of_table)
+        return ForeignAnswer(f"use {self.key}{command}{whose}", self.say, of_table)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ForeignAnswer:
+    """The answer to a key of another framework."""
+
     what: str
     reason: str = ""
     of_table: bool = False
@@ -73,12 +76,12 @@ class Answer:
 
 @dataclass(slots=True)
 class Reasons:
-    """Writes answers of one list, in which what was said at length is not said again."""
+    """Writes the answers of one list, and gives each reason in full only once."""
 
     given: dict[str, str] = field(default_factory=dict[str, str])
     """The key beside which each stands, or the text itself."""
 
-    def line(self, path: str, answer: Answer | None) -> str:
+    def line(self, path: str, answer: ForeignAnswer | None) -> str:
         if answer is None:
             return f"{path}: unknown key"
         first = self.given.setdefault(answer.reason, path) if answer.reason else path
@@ -96,7 +99,7 @@ def foreign_rows() -> Mapping[str, Sequence[ForeignRow]]:
     return {
         section["title"]: [
             ForeignRow(
-                {one: row[one] for one in FRAMEWORKS if one in row},
+                {name: row[name] for name in FRAMEWORKS if name in row},
                 row.get("key", ""),
                 row.get("say") or row.get("none") or row.get("nothing", ""),
                 "nothing" not in row,
@@ -107,36 +110,36 @@ def foreign_rows() -> Mapping[str, Sequence[ForeignRow]]:
     }
 
 
-_Found = tuple[str, ForeignRow]
+_NamedRow = tuple[str, ForeignRow]
 
 
 @cache
-def _names(of_tables: bool) -> Mapping[str, _Found]:
+def _names(of_tables: bool) -> Mapping[str, _NamedRow]:
     """Each name of a key, or each of a table without its mark, with its row."""
-    found: dict[str, _Found] = {}
-    for row in (row for rows in foreign_rows().values() for row in rows):
+    rows_by_name: dict[str, _NamedRow] = {}
+    for row in chain.from_iterable(foreign_rows().values()):
         for name in row.all_names():
             if name.endswith(_BELOW) == of_tables:
-                found.setdefault(name.removesuffix(_BELOW), (name, row))
-    return found
+                rows_by_name.setdefault(name.removesuffix(_BELOW), (name, row))
+    return rows_by_name
 
 
 @cache
-def _endings() -> Mapping[str, _Found]:
+def _endings() -> Mapping[str, _NamedRow]:
     """The ends of names that mean one thing alone. One that also ends a key of ours (``type``)
     means that, unless the row's key ends so too.
     """
-    meant: dict[str, list[_Found]] = {}
-    for row in (row for rows in foreign_rows().values() for row in rows):
+    meant: dict[str, list[_NamedRow]] = {}
+    for row in chain.from_iterable(foreign_rows().values()):
         for name in row.all_names():
             for ending in _ends(name) if not name.endswith(_BELOW) else ():
                 meant.setdefault(ending, []).append((name, row))
     ours = {key.path.rpartition(".")[2] for key in all_keys(RunConfig)}
     return {
-        ending: found[0]
-        for ending, found in meant.items()
-        if len({id(row) for _, row in found}) == 1
-        and (ending not in ours or found[0][1].key.rpartition(".")[2] == ending)
+        ending: rows[0]
+        for ending, rows in meant.items()
+        if len({id(row) for _, row in rows}) == 1
+        and (ending not in ours or rows[0][1].key.rpartition(".")[2] == ending)
     }
 
 
@@ -146,27 +149,32 @@ def _ends(name: str) -> Iterator[str]:
         yield name
 
 
-def foreign_answer(path: str, model: type[BaseModel]) -> Answer | None:
+def foreign_answer(path: str, model: type[BaseModel]) -> ForeignAnswer | None:
     """What to use for a key of another framework in a recipe of ``model``; None if none has it."""
     first, _, rest = path.replace("-", "_").replace("[]", "").partition(".")
     path = rest if rest and first in FRAMEWORKS else f"{first}.{rest}".rstrip(".")
     bare = path.removeprefix(_PREFIX)
     inside = _without_our_tables(bare, model)
-    for one in dict.fromkeys((path, bare, *inside)):
-        is_word = one == bare and not re.search("[._]", one)  # `n` alone could be anyone's
+    for name in dict.fromkeys((path, bare, *inside)):
+        is_word = name == bare and not re.search("[._]", name)  # `n` alone could be anyone's
         for known in (_names(False), _names(True), {} if is_word else _endings()):
-            if (found := known.get(one)) and not _is_namesake(path, one, found[1]):
-                return found[1].answer(found[0], model)
+            if name in known and not _is_namesake(path, name, known[name][1]):
+                return _answer(known[name], model)
     while "." in bare:
         bare = bare.rpartition(".")[0]
-        if found := _names(True).get(bare):
-            return found[1].answer(found[0], model)
+        if bare in _names(True):
+            return _answer(_names(True)[bare], model)
     return None
 
 
-def _is_namesake(path: str, found: str, row: ForeignRow) -> bool:
-    """Whether it is the name of our key, in another table or in none: that key is suggested."""
-    return row.key == path or row.key.endswith(f".{found}")
+def _answer(named_row: _NamedRow, model: type[BaseModel]) -> ForeignAnswer:
+    name, row = named_row
+    return row.answer(name, model)
+
+
+def _is_namesake(path: str, name: str, row: ForeignRow) -> bool:
+    """Whether ``name`` is also the name of our key, which is suggested instead."""
+    return row.key == path or row.key.endswith(f".{name}")
 
 
 def _without_our_tables(path: str, model: type[BaseModel]) -> list[str]:

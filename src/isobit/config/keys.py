@@ -79,35 +79,37 @@ def _merge(members: Mapping[str, Sequence[Key]]) -> Iterator[Key]:
         for key in keys:
             by_path.setdefault(key.path, {})[tag] = key
     for path in sorted(by_path, key=lambda path: path.rpartition(".")[2] not in TAGS):
-        found = by_path[path]
-        first = next(iter(found.values()))
+        owners = by_path[path]
+        first = next(iter(owners.values()))
         if path.rpartition(".")[0] != table:
             yield first
             continue
-        kinds = dict.fromkeys(kind for key in found.values() for kind in key.kind.split(" | "))
+        kinds = dict.fromkeys(kind for key in owners.values() for kind in key.kind.split(" | "))
         yield replace(
             first,
             kind=" | ".join(kinds),
-            default="" if path.rpartition(".")[2] in TAGS else _defaults(found),
-            description=f"{first.description} {_users(list(found), list(members))}".strip(),
-            users=tuple(found) if len(found) < len(members) else first.users,
+            default="" if path.rpartition(".")[2] in TAGS else _defaults(owners),
+            description=f"{first.description} {_users(list(owners), list(members))}".strip(),
+            users=tuple(owners) if len(owners) < len(members) else first.users,
         )
 
 
-def _defaults(found: Mapping[str, Key]) -> str:
+def _defaults(owners: Mapping[str, Key]) -> str:
     """``0.2; dapo: 0.28``: the most common default, then those that differ."""
     tags: dict[str, list[str]] = {}
-    for tag, key in found.items():
+    for tag, key in owners.items():
         tags.setdefault(key.default, []).append(tag)
     (usual, _), *others = sorted(tags.items(), key=lambda item: -len(item[1]))
     return "; ".join([usual, *(f"{', '.join(names)}: {value}" for value, names in others)])
 
 
-def _users(found: Sequence[str], members: Sequence[str]) -> str:
-    missing = [tag for tag in members if tag not in found]
+def _users(owners: Sequence[str], members: Sequence[str]) -> str:
+    missing = [tag for tag in members if tag not in owners]
     if not missing:
         return ""
-    return f"({', '.join(found)})" if len(missing) >= len(found) else f"(not {', '.join(missing)})"
+    return (
+        f"({', '.join(owners)})" if len(missing) >= len(owners) else f"(not {', '.join(missing)})"
+    )
 
 
 def choices(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
@@ -152,8 +154,10 @@ def _plain(annotation: Any) -> Any:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    found = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return tuple(_plain(one) for one in found)
+    members = (
+        get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    )
+    return tuple(_plain(member) for member in members)
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

@@ -78,13 +78,13 @@ def _other_format(path: Path, text: str) -> str:
     """What to do with a recipe in another format; empty if it looks like TOML."""
     lines = (line.strip() for line in text.splitlines())
     first = next((line for line in lines if line and not line.startswith("#")), "")
-    found = _OTHER_SUFFIXES.get(path.suffix.lower()) or ("YAML" if _YAML.match(first) else "")
-    found = "JSON" if not found and first.startswith("{") else found
-    if not found:
+    format = _OTHER_SUFFIXES.get(path.suffix.lower()) or ("YAML" if _YAML.match(first) else "")
+    format = "JSON" if not format and first.startswith("{") else format
+    if not format:
         return ""
     return (
-        f". This looks like {found}; a recipe is TOML, in which `training: {{steps: 5}}` is a line "
-        "`[training]` and below it `steps = 5`; `isobit schema --markdown` prints all keys, and "
+        f". This looks like {format}; a recipe is TOML, in which `training: {{steps: 5}}` is a "
+        "line `[training]` and below it `steps = 5`; docs/configuration.md has all keys, and "
         "`isobit recipe quickstart` prints an example"
     )
 
@@ -124,9 +124,9 @@ def check_nesting(value: Any, source: str) -> None:
     for _ in range(MAX_NESTING + 1):
         level = [
             below
-            for one in level
-            if isinstance(one, dict | list)
-            for below in (one.values() if isinstance(one, dict) else one)
+            for value in level
+            if isinstance(value, dict | list)
+            for below in (value.values() if isinstance(value, dict) else value)
         ]
         if not level:
             return
@@ -157,8 +157,6 @@ class Words:
 
     overrides: list[Override] = field(default_factory=list["Override"])
     faults: list[str] = field(default_factory=list[str])
-    doubtful: list[str] = field(default_factory=list[str])
-    """Faults of flags that are overrides all the same, for the schema to refuse."""
 
 
 def read_words(arguments: Sequence[str], model: type[BaseModel]) -> Words:
@@ -187,10 +185,8 @@ def read_words(arguments: Sequence[str], model: type[BaseModel]) -> Words:
         if fault or (loose and is_ours):
             read.faults.append(fault or loose)
             continue
-        if loose:
-            read.doubtful.append(loose)
-        found = [read_value(key, one) for one in values] or [True]
-        read.overrides.append((parts, found[0] if len(found) == 1 else found))
+        several = [read_value(key, value) for value in values] or [True]
+        read.overrides.append((parts, several[0] if len(several) == 1 else several))
     return read
 
 
@@ -219,7 +215,7 @@ def _is_ours(key: str, model: type[BaseModel]) -> bool:
         (len(known) >= len(parts) or "table" in kind)
         and all(name in ("NAME", part) for name, part in zip(known, parts, strict=False))
         for known, kind in (
-            (one.path.replace("[]", "").split("."), one.kind) for one in all_keys(model)
+            (ours.path.replace("[]", "").split("."), ours.kind) for ours in all_keys(model)
         )
     )
 
@@ -270,7 +266,7 @@ def _set(table: dict[str, Any], parts: tuple[str, ...], value: Any) -> None:
 
 
 _PYTHON_WORDS = {"True": True, "False": False}
-"""As command lines of Python programs have them."""
+"""Truth values as Python programs spell them on their command lines."""
 
 
 def read_value(key: str, text: str) -> Any:
@@ -323,8 +319,8 @@ def build_with(
         built = model.model_validate(tables)
     except ValidationError as error:
         raise listed_error([*words.faults, *refused_lines(error, model)], source) from None
-    if words.faults or words.doubtful:
-        raise listed_error([*words.faults, *words.doubtful], _COMMAND_LINE)
+    if words.faults:
+        raise listed_error(words.faults, _COMMAND_LINE)
     return built
 
 

@@ -30,11 +30,11 @@ class ModelShape(Strict):
     num_layers: int = Field(gt=0, le=MAX_LAYERS)
     num_heads: int = Field(gt=0, le=MAX_HEADS)
     num_kv_heads: int | None = Field(default=None, gt=0, le=MAX_HEADS)
-    """By default ``num_heads``."""
+    """Heads of K and V; by default ``num_heads``."""
     head_dim: int | None = Field(default=None, gt=0, le=MAX_WIDTH)
-    """By default ``hidden_size`` over ``num_heads``."""
+    """Elements of a head; by default ``hidden_size`` over ``num_heads``."""
     vocab_size: int | None = Field(default=None, gt=0, le=MAX_VOCAB_SIZE)
-    """By default the tokenizer's, rounded up to a multiple of 128."""
+    """Tokens of the vocabulary; by default the tokenizer's, rounded up to a multiple of 128."""
     max_positions: int = Field(default=512, gt=1, le=MAX_POSITIONS)
     """Tokens of the context."""
     rms_epsilon: float = Field(default=1e-6, ge=1e-30, le=1)

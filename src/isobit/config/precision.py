@@ -51,8 +51,8 @@ class PrecisionConfig(Strict):
     which `isobit train` calibrates, in the presets fp8 and fp8-rollout.
     """
     kv_calibration: KvCalibration = "trainer"
-    """Where scales a tensor come from: trainer, the forward of the last update; engine, a forward
-    of the next prompts after each update; never, the latter once before the first step.
+    """The source of per-tensor scales: trainer is the forward of the last update, engine a forward
+    of the next prompts after each update, and never one such forward before the first step.
     """
 
     @model_validator(mode="before")

@@ -54,7 +54,7 @@ class RunConfig(Strict):
     """
     reference: ReferenceConfig = ReferenceConfig()
     teacher: RunTeacher | None = None
-    """Distil from it."""
+    """A teacher to distil from."""
     replay: ReplayConfig = ReplayConfig()
     training: TrainingConfig = TrainingConfig()
     asynchrony: AsyncConfig = Field(default=AsyncConfig(), alias="async")
@@ -67,7 +67,7 @@ class RunConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _corrected_by_default(cls, values: Any) -> Any:
-        """What vLLM samples is corrected unless the recipe says otherwise."""
+        """Default to truncated importance sampling for the engine vllm."""
         if not isinstance(values, Mapping) or "corrections" in values:
             return values
         rollout = values.get("rollout")
@@ -79,7 +79,7 @@ class RunConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _ungraded_by_default(cls, values: Any) -> Any:
-        """Where a teacher alone teaches, nothing grades unless the recipe or a task does."""
+        """Default to no reward with ``teacher.only``, unless a task has its own scorer."""
         if not isinstance(values, Mapping) or "reward" in values:
             return values
         teacher = values.get("teacher")
@@ -117,7 +117,7 @@ class SftConfig(Strict):
     lora: LoraConfig | None = None
     """Train adapters of low rank instead of the weights."""
     teacher: SftTeacher | None = None
-    """For the objective ``distil``; by default the run's ``model`` in BF16."""
+    """The teacher of the objective ``distil``; by default the run's ``model`` in BF16."""
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
     """``auto`` takes a Hopper GPU where one is there that computes the model."""
@@ -129,11 +129,13 @@ class SftConfig(Strict):
     training: OptimisationConfig = OptimisationConfig()
     """A step trains on ``prompts_per_step`` prompts with their completions."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """When the held-out sets are evaluated, and how completions for a reward are sampled."""
+    """The steps at which the held-out sets are evaluated, and the sampling of completions for a
+    reward.
+    """
     reward: RewardConfig | None = None
-    """With a reward, an evaluation also completes the held-out prompts and grades them."""
+    """A reward: with it an evaluation also completes the held-out prompts and grades them."""
     rollout: RolloutConfig = RolloutConfig()
-    """How they are completed."""
+    """Sampling of the completions of held-out prompts."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
     tracking: TrackingConfig = TrackingConfig()

@@ -67,20 +67,24 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
 
 
 def _explain(detail: ErrorDetails, model: type[BaseModel], reasons: Reasons) -> list[str]:
-    """A line; of a table with names that other frameworks have, one for each."""
+    """The lines about an error: one, or one for each name of another framework in a table."""
     path, siblings = locate(model, detail["loc"])
     answers = {leaf: foreign_answer(leaf, model) for leaf in leaves_of(path, detail["input"])}
     known = {key.path: key for key in all_keys(model)}
     if detail["type"] != "extra_forbidden":
-        below = {leaf: one for leaf, one in answers.items() if leaf != path and one is not None}
+        below = {
+            leaf: answer for leaf, answer in answers.items() if leaf != path and answer is not None
+        }
         foreign = [
-            reasons.line(leaf, one) for leaf, one in below.items() if _as_listed(leaf) not in known
+            reasons.line(leaf, answer)
+            for leaf, answer in below.items()
+            if _as_listed(leaf) not in known
         ]
         # A table in the place of text or of a kind is another framework's.
         stands = bool(foreign) and len(below) == len(answers)
         return [*([] if stands else [_explain_value(detail, model, path)]), *foreign]
     ours = known.get(_as_listed(path))
-    exact = any(one is not None and not one.of_table for one in answers.values())
+    exact = any(answer is not None and not answer.of_table for answer in answers.values())
     table, _, name = path.rpartition(".")
     misspelt = bool(table) and not exact and bool(did_you_mean(name, siblings))
     if (ours is not None and ours.users) or misspelt or not any(answers.values()):
@@ -95,8 +99,8 @@ def leaves_of(path: str, value: Any) -> list[str]:
         return [
             leaf for name, below in value.items() for leaf in leaves_of(f"{path}.{name}", below)
         ]
-    if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
-        return list(dict.fromkeys(leaf for one in value for leaf in leaves_of(f"{path}[]", one)))
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        return list(dict.fromkeys(leaf for item in value for leaf in leaves_of(f"{path}[]", item)))
     return [path]
 
 
@@ -120,12 +124,12 @@ def _explain_value(detail: ErrorDetails, model: type[BaseModel], path: str) -> s
             near = did_you_mean(str(context["tag"]), choices(model, detail["loc"]))
             return f"{path}.{key}: should be {tags}, but it is {context['tag']!r}{near}"
     message = _IN_WORDS.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])
-    found = repr(detail["input"])
-    if found in ("'None'", "'null'", "'~'"):
+    text = repr(detail["input"])
+    if text in ("'None'", "'null'", "'~'"):
         return f"{path}: {message.removeprefix('input ')}; leave the key out for no value"
-    if len(found) > _LONGEST_VALUE:
-        found = f"{found[: _LONGEST_VALUE - 3]}..."
-    return f"{path}: {message.removeprefix('input ')}, but it is {found}"
+    if len(text) > _LONGEST_VALUE:
+        text = f"{text[: _LONGEST_VALUE - 3]}..."
+    return f"{path}: {message.removeprefix('input ')}, but it is {text}"
 
 
 def _suggest(path: str, siblings: list[str], model: type[BaseModel]) -> str:

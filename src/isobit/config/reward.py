@@ -25,9 +25,9 @@ PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 class RewardPart(Strict):
     function: HomeName | None = None
-    """As ``reward.function``."""
+    """The function of this part, as in ``reward.function``."""
     model: HomeName | None = None
-    """As ``reward.model``."""
+    """The reward model of this part, as in ``reward.model``."""
     model_precision: Literal["fp8", "int8", "bf16"] = "fp8"
     """Precision of its decoder; the scalar head is BF16 with FP32 sums."""
     weight: float = Field(default=1.0, ge=-MAX_FACTOR, le=MAX_FACTOR)

@@ -62,11 +62,13 @@ class RunRolloutConfig(RolloutConfig):
     engine_options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of ``vllm.LLM``, for example ``{ enforce_eager = true }``."""
     servers: tuple[ServerAddress, ...] = ()
-    """Where the engine http samples, as ``["http://host:8000"]``; of vllm, servers of its own."""
+    """The servers at which the engine http samples, such as ``["http://host:8000"]``; with the
+    engine vllm, vLLM's own servers.
+    """
     server_key: Annotated[str, Field(pattern=r"^env:[A-Za-z_]\w*$")] | None = None
     """``env:NAME``: the variable of the environment with the servers' key."""
     weights_folder: HomePath | None = None
-    """Through which vLLM's servers get weights: a folder that they have under the same path."""
+    """A folder through which vLLM's servers get weights; they have it under the same path."""
     servers_timeout_s: float = Field(default=300.0, gt=0, le=MAX_WAIT_S)
     """How long a run waits while no server draws a token of its samples, whether one answers or
     not; then it ends, and can be resumed. A server that draws nothing for as long while others do

@@ -175,12 +175,14 @@ def check_preference(config: SftConfig) -> None:
     tables = {"data.train": config.data.train}
     tables |= {f"data.eval.{name}": source for name, source in config.data.eval.items()}
     sources = [
-        (f"{key}.sources.{name}", one)
+        (f"{key}.sources.{name}", source)
         for key, table in tables.items()
         if isinstance(table, MixtureExamples)
-        for name, one in table.sources.items()
+        for name, source in table.sources.items()
     ]
-    sources += [(key, one) for key, one in tables.items() if not isinstance(one, MixtureExamples)]
+    sources += [
+        (key, table) for key, table in tables.items() if not isinstance(table, MixtureExamples)
+    ]
     for key, source in sources:
         if source.messages is not None:
             raise ConfigError(
@@ -244,9 +246,9 @@ def check_reward(reward: RewardConfig) -> None:
             key = f"reward.parts.{name}"
             if (part.function is None) == (part.model is None):
                 both = f"{part.function!r} and {part.model!r}"
-                found = "neither" if part.function is None else both
+                named = "neither" if part.function is None else both
                 raise ConfigError(
-                    f"{key} needs a function or a model, and has {found}; give it one"
+                    f"{key} needs a function or a model, and has {named}; give it one"
                 )
             _check_options(key, part)
         return

@@ -28,9 +28,9 @@ class ShippedRecipe:
     name: str
     """``quickstart``, or a program with its suffix, ``rl_loop.py``."""
     text: str
-    """Without the line of a schema."""
+    """The recipe without the line that names its schema."""
     folder: Path
-    """Where it lies with its files."""
+    """The folder of the recipe and its files."""
 
     @property
     def file(self) -> str:
@@ -38,16 +38,16 @@ class ShippedRecipe:
 
     @property
     def files(self) -> list[str]:
-        """The files that it names, and that those name, without itself."""
-        found: list[str] = []
+        """The names of the files that the recipe names, and that those name."""
+        names: list[str] = []
         texts = [self.text]
         while texts:
             for name in _NAMED.findall(texts.pop()):
                 path = self.folder / name
-                if name != self.file and name not in found and path.is_file():
-                    found.append(name)
+                if name != self.file and name not in names and path.is_file():
+                    names.append(name)
                     texts += [path.read_text(encoding="utf-8")] if path.suffix == ".toml" else []
-        return found
+        return names
 
     @property
     def command(self) -> str:
@@ -62,7 +62,7 @@ class ShippedRecipe:
         where = f"{self.folder if folder is None else folder}/"
         paths = {name: f"{where}{name}" for name in self.files}
         paths[self.file] = self.file if folder is None else f"{where}{self.file}"
-        return _NAMED.sub(lambda found: paths.get(found[1], found[0]), self.text)
+        return _NAMED.sub(lambda match: paths.get(match[1], match[0]), self.text)
 
 
 def shipped_folder() -> Path:

@@ -37,9 +37,9 @@ class CheckConfig(Strict):
     """What a run does about a mismatch of log-probabilities, and after steps without a signal."""
 
     on_mismatch: Literal["auto"] | OnMismatch = "auto"
-    """When the log-probabilities mismatch: stop ends the run before the update that would learn
-    from them, warn prints a line once a step and goes on; auto stops in an exact flow and warns in
-    others. The metrics count differing tokens in any case.
+    """The action on a mismatch of log-probabilities: stop ends the run before the update that would
+    learn from them, warn prints a line once a step and goes on; auto stops in an exact flow and
+    warns in others. The metrics count differing tokens in any case.
     """
     max_mean_diff: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
     """Nats. In an exact flow any differing token is a mismatch; in other flows a mean absolute
@@ -52,16 +52,17 @@ class CheckConfig(Strict):
     state: bool = True
     """Verify before each step that weights, masters and moments are unchanged in memory."""
     on_no_signal: Literal["warn", "stop", "ignore"] = "warn"
-    """After ``no_signal_steps`` steps in a row in which every group had zero variance: warn prints
-    a line, stop ends the run with a checkpoint. The metrics count such updates in any case.
+    """The action after ``no_signal_steps`` steps in a row in which every group had zero variance:
+    warn prints a line, stop ends the run with a checkpoint. The metrics count such updates in any
+    case.
     """
     no_signal_steps: int = Field(default=10, gt=0, le=MAX_STEPS)
     """Steps in a row without a signal before ``on_no_signal`` applies."""
 
 
 class CheckpointConfig(Strict):
-    """When the whole state of a run is written to ``checkpoints/``, and how many are kept. The last
-    step, SIGTERM and Ctrl-C also write one.
+    """Checkpoints of the whole state of a run in ``checkpoints/``: when one is written, and how
+    many are kept. The last step, SIGTERM and Ctrl-C also write one.
     """
 
     every: int = Field(default=10, ge=0, le=MAX_STEPS)
@@ -100,7 +101,7 @@ class ClusterConfig(Strict):
     processes: int = Field(default=1, gt=0, le=MAX_PROCESSES)
     """The number of GPUs, or at most that of CPU cores; ``torchrun`` and SLURM override it."""
     launcher: Launcher = "local"
-    """Who starts the processes: this command, or a Ray cluster (``pip install isobit[ray]``)."""
+    """What starts the processes: this command, or a Ray cluster (``pip install isobit[ray]``)."""
     restarts: int = Field(default=0, ge=0, le=MAX_COUNT)
     """How often all processes are restarted with ``--resume`` after one has died. A Ray cluster
     uses the remaining nodes, and fewer processes where they have no room for all.
@@ -128,7 +129,7 @@ class EvaluationConfig(Strict):
     samples: int = Field(default=1, gt=0, le=MAX_BATCH)
     """Samples of each prompt at a temperature above 0, for mean@n and pass@k."""
     max_new_tokens: int | None = Field(default=None, gt=0, le=MAX_POSITIONS)
-    """By default ``rollout.max_new_tokens``."""
+    """Longest completion, in tokens; by default ``rollout.max_new_tokens``."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Sample among the likeliest tokens that together have this probability; by default
     ``rollout.top_p``.

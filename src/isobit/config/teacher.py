@@ -19,7 +19,7 @@ class FrozenTeacher(Strict):
     precision: Literal["bf16", "fp8", "int8", "fp32"] = "bf16"
     """The flow that it computes in."""
     top_k: int = Field(default=0, ge=0, le=MAX_VOCAB_SIZE)
-    """Of a divergence over the vocabulary: how many of the teacher's likeliest tokens count one by
+    """How many of the teacher's likeliest tokens a divergence over the vocabulary counts one by
     one, all others together as one; 0 is the whole vocabulary.
     """
 

@@ -33,7 +33,7 @@ class OptimisationConfig(Strict):
     last update.
     """
     min_learning_rate: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
-    """Where the schedules linear and cosine end."""
+    """The learning rate at which the schedules linear and cosine end."""
     warmup_updates: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Updates over which the learning rate rises linearly."""
     warmup_ratio: float = Field(default=0.0, ge=0, le=1)

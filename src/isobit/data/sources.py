@@ -27,11 +27,11 @@ from isobit.config.data import (
     HfData,
     HubData,
     JsonlData,
-    Mixture,
     MixtureData,
     ParquetData,
     ReasoningGymData,
     RowsData,
+    SourceMixture,
     VerifiersData,
 )
 from isobit.data.hugging_face import dataset_folder, read_hugging_face
@@ -145,7 +145,9 @@ _Item = TypeVar("_Item")
 _DRAWN_AT_ONCE = 1000  # as in datasets: the draws depend on it
 
 
-def mixed(mixture: Mixture[_Source], read: Callable[[_Source], Iterator[_Item]]) -> Iterator[_Item]:
+def mixed(
+    mixture: SourceMixture[_Source], read: Callable[[_Source], Iterator[_Item]]
+) -> Iterator[_Item]:
     """The items of a mixture, of which ``read`` gives those of one source, anew at each call.
 
     The draws are those of ``datasets.interleave_datasets`` for the same probabilities and seed.

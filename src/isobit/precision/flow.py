@@ -99,7 +99,7 @@ class Site:
     parts: tuple[int, ...] = ()
     """Rows of each matrix that a linear fuses, at which blocks begin anew; empty: one matrix."""
     per_tensor: bool = False
-    """Of attention and KV cache: one scale for each of Q, K and V, not one a token and head."""
+    """Attention and KV cache have one scale each for Q, K and V, not one a token and head."""
 
     @property
     def forward_formats(self) -> tuple[str, Format, ScaleKind, bool]:
@@ -295,7 +295,7 @@ _ATTENTION: Mapping[str, Format] = {"fp8": "e4m3", "int8": "int8", "bf16": "bf16
 
 
 def _formats_of(config: PrecisionConfig, side: Side) -> tuple[Format, Format]:
-    """Of linears, and of KV cache and attention."""
+    """The formats of linears, and of KV cache and attention."""
     linears, attention = _PRESETS[config.preset][side]
     if config.attention is None or linears not in EIGHT_BITS:
         return linears, attention

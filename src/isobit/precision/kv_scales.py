@@ -136,7 +136,7 @@ class KvScales:
         return found
 
     def state(self) -> dict[str, Any]:
-        """For ``restore``, on any device; serialisable as JSON."""
+        """The state for ``restore`` on any device, which is serialisable as JSON."""
         return {"bytes": self.bytes.tolist(), "is_due": self.is_due}
 
     def restore(self, state: Mapping[str, Any]) -> None:

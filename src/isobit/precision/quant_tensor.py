@@ -120,7 +120,9 @@ class QuantTensor:
     scales: torch.Tensor
     granularity: Granularity
     parts: tuple[int, ...] = ()
-    """Of the rows of 128x128 blocks, or of the columns of 1x128 groups; empty: one part."""
+    """Sizes of the parts: of rows of 128x128 blocks, or of columns of 1x128 groups; empty for one
+    part.
+    """
 
     def __post_init__(self) -> None:
         rows, columns = self.values.shape
@@ -309,7 +311,9 @@ def measure_published(x: torch.Tensor, published: QuantisedWeight) -> EightBitFi
 
 
 def _measure_int8(x: torch.Tensor, published: Int8Rows) -> EightBitFigures:
-    """Behind H, which multiplies every error and every number's square by n on average."""
+    """Measure the error behind H, which multiplies every error and every number's square by n on
+    average.
+    """
     size = rotation_size(x.shape[1])
     turned = (x.view(-1, size) @ hadamard_matrix(size)).view(x.shape)
     read = published.values.float().mul_(size * published.scales[:, None])
