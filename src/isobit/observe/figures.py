@@ -33,6 +33,8 @@ class Figures(Mapping[int, Mapping[str, float | None]]):
     def __init__(self, steps: Column, columns: Mapping[str, Column]) -> None:
         """``columns`` may be shorter than ``steps``: later steps then lack the metric."""
         self.steps = steps
+        self.derived: dict[str, Column] = {}
+        """[steps] what was computed of the figures, by name."""
         self._columns = columns
 
     @classmethod

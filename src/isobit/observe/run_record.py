@@ -65,7 +65,8 @@ class RunRecord:
 
     def total(self, metric: str) -> float:
         """The sum of a metric over all steps."""
-        return float(np.sum(self.values(metric)))
+        column = self.figures.column(metric)
+        return float(column[np.isfinite(column)].sum())
 
     def steps_of(self, metric: str) -> list[int]:
         """The steps with a finite value of a metric."""

@@ -65,16 +65,20 @@ class Series:
 
 def positions(figures: Figures, axis: Axis) -> Column:
     """The position of each step on the axis."""
-    if axis == "step":
-        return figures.steps.astype(np.float64)
+    if axis not in figures.derived:
 
-    def filled(name: str) -> Column:
-        column = figures.column(name)
-        return np.where(np.isfinite(column), column, 0.0)
+        def filled(name: str) -> Column:
+            column = figures.column(name)
+            return np.where(np.isfinite(column), column, 0.0)
 
-    if axis == "hours":
-        return np.cumsum(sum(filled(name) for name in PHASES)) / 3600.0
-    return np.cumsum(filled("tokens_per_s/training") * filled("time/training_s"))
+        if axis == "step":
+            figures.derived[axis] = figures.steps.astype(np.float64)
+        elif axis == "hours":
+            figures.derived[axis] = np.cumsum(sum(map(filled, PHASES))) / 3600.0
+        else:
+            tokens = filled("tokens_per_s/training") * filled("time/training_s")
+            figures.derived[axis] = np.cumsum(tokens)
+    return figures.derived[axis]
 
 
 def series_of(figures: Figures, curve: Curve, view: View) -> Series | None:
@@ -82,11 +86,13 @@ def series_of(figures: Figures, curve: Curve, view: View) -> Series | None:
     not written what the axis shows.
     """
     column, steps, x = figures.column(curve.metric), figures.steps, positions(figures, view.axis)
-    rows = np.flatnonzero(~np.isnan(column) & (steps >= view.first) & (steps <= view.last))
+    begin, end = np.searchsorted(steps, view.first), np.searchsorted(steps, view.last, "right")
+    rows = begin + np.flatnonzero(~np.isnan(column[begin:end]))
 
     def chosen(name: str) -> Column:
         values = figures.column(name)[rows]
-        return np.where(np.isfinite(values), values, np.nan)
+        values[np.isinf(values)] = np.nan
+        return values
 
     value = chosen(curve.metric)
     if np.isnan(value).all() or (view.axis != "step" and x[-1] == 0.0):
@@ -172,53 +178,58 @@ class Buckets:
             return cls(np.linspace(low, high, MAX_POINTS + 1)[:-1])
         return cls(np.arange(low, high + 1, math.ceil((high - low + 1) / MAX_POINTS)))
 
+    def _parts(self, x: Column) -> tuple[Column, Column]:
+        """The buckets that have any of the positions, and where each begins among them."""
+        begins = np.searchsorted(x, self.starts)
+        begins[0] = 0
+        filled = np.flatnonzero(np.diff(begins, append=len(x)))
+        return filled, begins[filled]
+
     def points(self, series: Series, take: str) -> list[Point]:
         """What a series has in each bucket where it has any step."""
-        numbers = np.searchsorted(self.starts, series.x, side="right") - 1
-        first = np.flatnonzero(np.diff(numbers, prepend=-1))
-        known = ~np.isnan(series.value)
-        count = np.add.reduceat(known.astype(np.int64), first)
+        numbers, begins = self._parts(series.x)
+
+        def sums(values: Column) -> Column:
+            return np.add.reduceat(values, begins)
 
         def mean(values: Column) -> Column:
-            given = ~np.isnan(values)
-            sums = np.add.reduceat(np.where(given, values, 0.0), first)
+            known = ~np.isnan(values)
             with np.errstate(invalid="ignore"):
-                return sums / np.add.reduceat(given.astype(np.int64), first)
+                return sums(np.where(known, values, 0.0)) / sums(known.astype(np.int64))
 
-        low = np.minimum.reduceat(np.where(known, series.value, np.inf), first)
-        high = np.maximum.reduceat(np.where(known, series.value, -np.inf), first)
-        with np.errstate(invalid="ignore"):
-            value = {"max": high, "min": low}.get(take, np.clip(mean(series.value), low, high))
-        raw = mean(series.raw) if series.raw is not None else np.full(len(first), np.nan)
-        if series.raw is not None:
-            unsmoothed = np.where(np.isnan(series.raw), np.inf, series.raw)
-            low = np.minimum.reduceat(unsmoothed, first)
-            high = np.maximum.reduceat(np.where(np.isinf(unsmoothed), -np.inf, unsmoothed), first)
+        def extremes(values: Column) -> tuple[Column, Column]:
+            """NaN where no step has a value."""
+            return np.fmin.reduceat(values, begins), np.fmax.reduceat(values, begins)
+
+        low, high = extremes(series.value)
+        value = {"max": high, "min": low}.get(take)
+        if value is None:
+            value = np.clip(mean(series.value), low, high)
+        raw = np.full(len(begins), np.nan) if series.raw is None else mean(series.raw)
         if series.low is not None and series.high is not None:
             low, high = mean(series.low), mean(series.high)
-            has_band = ~(np.isnan(low) | np.isnan(high))
         else:
-            has_band = count > 1
-        value = np.where(count > 0, value, np.nan)
+            low, high = extremes(series.value if series.raw is None else series.raw)
+            several = sums((~np.isnan(series.value)).astype(np.int64)) > 1
+            low, high = (np.where(several, bound, np.nan) for bound in (low, high))
+        has_band = ~np.isnan(low + high)
         low, high = (np.where(has_band, bound, np.nan) for bound in (low, high))
         columns = (np.where(np.isnan(c), None, c).tolist() for c in (value, low, high, raw))
-        return list(map(Point, numbers[first].tolist(), *columns))
+        return list(map(Point, numbers.tolist(), *columns))
 
     def largest(self, series: Series) -> int:
         """The most steps of a series that one point shows."""
-        return int(np.bincount(np.searchsorted(self.starts, series.x, side="right")).max())
+        return int(np.diff(self._parts(series.x)[1], append=len(series.x)).max())
 
     def spans(self, several: Sequence[Series]) -> dict[int, tuple[float, float]]:
         """The first and the last position in each bucket that has any."""
         first = np.full(len(self.starts), np.inf)
         last = np.full(len(self.starts), -np.inf)
         for series in several:
-            numbers = np.searchsorted(self.starts, series.x, side="right") - 1
-            begins = np.flatnonzero(np.diff(numbers, prepend=-1))
-            ends = np.append(begins[1:], len(numbers)) - 1
-            places = numbers[begins]
-            first[places] = np.minimum(first[places], series.x[begins])
-            last[places] = np.maximum(last[places], series.x[ends])
+            numbers, begins = self._parts(series.x)
+            ends = np.append(begins[1:], len(series.x)) - 1
+            first[numbers] = np.minimum(first[numbers], series.x[begins])
+            last[numbers] = np.maximum(last[numbers], series.x[ends])
         return {
             number: (float(first[number]), float(last[number]))
             for number in np.flatnonzero(np.isfinite(first)).tolist()

@@ -177,10 +177,6 @@ function place(holder, html) {
   for (const one of holder.querySelectorAll("details")) if (open.has(name(one))) one.open = true;
   if (focused >= 0 && holder.querySelectorAll("summary")[focused]) holder.querySelectorAll("summary")[focused].focus();
   scrollTo(0, top);
-  for (const hit of holder.querySelectorAll(".hit")) {
-    hit.dataset.tip = hit.textContent.split(", ").join("\n");
-    hit.replaceChildren();
-  }
 }
 
 const tip = el("div.tip", { hidden: true });
@@ -189,7 +185,9 @@ document.addEventListener("pointermove", (event) => {
   const hit = event.target instanceof Element ? event.target.closest(".hit") : null;
   tip.hidden = !hit;
   if (!hit) return;
-  tip.textContent = hit.dataset.tip;
+  const table = hit.closest("figure").querySelector("table"), number = [...hit.parentNode.querySelectorAll(".hit")].indexOf(hit);
+  const [heads, cells] = [table.tHead.rows[0], table.tBodies[0].rows[number]].map((row) => [...row.cells].map((one) => one.textContent));
+  tip.textContent = heads.map((head, at) => `${head} ${cells[at]}`).join("\n");
   const left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8);
   tip.style.setProperty("left", `${Math.max(8, left)}px`);
   tip.style.setProperty("top", `${Math.max(8, Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8))}px`);
