@@ -70,6 +70,7 @@ def test_the_workflow_lints_first_and_tests_every_python() -> None:
     assert {step.get("run") for job in jobs.values() for step in job["steps"]} >= {
         "make lint",
         "make test",
+        "make test-all",
         "make docs",
         ".ci/wheel",
     }

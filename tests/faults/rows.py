@@ -66,7 +66,7 @@ ROWS: dict[int, Row] = {
         (
             "faults/test_signals.py::test_a_second_ctrl_c_ends_at_once",
             "faults/test_sft.py::test_a_second_ctrl_c_ends_at_once_and_writes_nothing_more",
-            "run/test_launch.py::test_a_second_ctrl_c_ends_who_does_not_listen",
+            "launch/test_local.py::test_a_second_ctrl_c_ends_who_does_not_listen",
             "faults/test_graders.py::test_a_run_leaves_no_process_however_it_ends",
         ),
     ),
@@ -196,7 +196,7 @@ ROWS: dict[int, Row] = {
         (
             "faults/test_restarts.py::test_our_launcher",
             "faults/test_restarts.py::test_torchrun",
-            "run/test_launch_ranks.py::"
+            "launch/test_ranks.py::"
             "test_a_death_is_found_at_the_next_look_and_the_others_are_asked_to_end",
             "parallel/test_watch.py::test_a_process_that_is_gone",
             "run/test_rollouters.py::test_an_error_of_one_part_ends_the_other_and_the_run_goes_on",
@@ -209,15 +209,15 @@ ROWS: dict[int, Row] = {
         "a process dies again and again",
         "as many restarts as are allowed, then the first error and a code that is not 0",
         (
-            "run/test_launch.py::test_it_is_resumed_as_often_as_is_allowed",
-            "run/test_launch.py::test_what_would_happen_again_is_not_tried_again",
+            "launch/test_local.py::test_it_is_resumed_as_often_as_is_allowed",
+            "launch/test_local.py::test_what_would_happen_again_is_not_tried_again",
         ),
     ),
     17: Row(
         "a process hangs (SIGSTOP, sleep)",
         "found by the watch, named with its phase, ended",
         (
-            "run/test_rank.py::test_what_never_ends_is_ended",
+            "launch/test_own_rank.py::test_what_never_ends_is_ended",
             "faults/test_rank_deaths.py::"
             "test_rank_1_dies_in_phases_and_hangs_and_one_process_ends_the_run",
         ),
@@ -226,9 +226,9 @@ ROWS: dict[int, Row] = {
         "one rank raises, or stands before another collective than the others",
         "all end, one reason is said, the rank is named",
         (
-            "run/test_rank.py::test_an_error_under_our_launcher",
-            "run/test_rank.py::test_an_error_under_another_launcher",
-            "run/test_rank.py::test_a_rank_dies_and_no_launcher_ends_the_other",
+            "launch/test_own_rank.py::test_an_error_under_our_launcher",
+            "launch/test_own_rank.py::test_an_error_under_another_launcher",
+            "launch/test_own_rank.py::test_a_rank_dies_and_no_launcher_ends_the_other",
             "parallel/test_watch.py::test_ranks_that_have_come_apart",
             "faults/test_ranks.py::test_what_one_rank_alone_writes_ends_all_where_it_cannot",
         ),
@@ -253,9 +253,9 @@ ROWS: dict[int, Row] = {
         "no Ray at the address, a lost actor, a cluster without a token",
         "named; ended or started again; warned of",
         (
-            "run/test_ray_launcher.py::test_an_address_where_nobody_listens_is_named",
-            "run/test_ray_launcher.py::test_the_death_of_an_actor_ends_all",
-            "run/test_ray_launcher.py::test_a_cluster_without_a_token_is_warned_of",
+            "launch/test_ray_launcher.py::test_an_address_where_nobody_listens_is_named",
+            "launch/test_ray_launcher.py::test_the_death_of_an_actor_ends_all",
+            "launch/test_ray_launcher.py::test_a_cluster_without_a_token_is_warned_of",
         ),
     ),
     21: Row(
@@ -281,7 +281,7 @@ ROWS: dict[int, Row] = {
     23: Row(
         "two runs on one host",
         "each takes a free port of its own; the end of one is none of the other",
-        ("run/test_launch.py::test_two_runs_on_one_host_do_not_meet",),
+        ("launch/test_local.py::test_two_runs_on_one_host_do_not_meet",),
     ),
     24: Row(
         "NaN or infinity in a loss, a gradient, a master, a logit, a published weight",
@@ -353,7 +353,7 @@ ROWS: dict[int, Row] = {
             "kernels/spec/test_any_size.py::test_products_are_those_of_the_dequantised_matrix",
             "models/test_saving.py::"
             "test_what_is_fused_with_a_part_that_is_not_whole_is_bf16_without_a_loss",
-            "run/test_export.py::test_fp8_exported_and_imported_has_the_same_bytes_and_is_exact",
+            "commands/test_export.py::test_fp8_exported_and_imported_has_the_same_bytes_and_is_exact",
         ),
     ),
     31: Row(
@@ -390,7 +390,7 @@ ROWS: dict[int, Row] = {
         "isobit doctor and isobit verify --bisect fail by the operation's name",
         (
             "proof/test_planted_faults.py::test_a_planted_fault_is_seen_and_named",
-            "cli/test_verify.py::test_a_wrong_gemm_fails_by_name_with_a_fix",
+            "cli/test_doctor.py::test_a_wrong_gemm_fails_by_name_with_a_fix",
             "proof/test_doctor_mutants.py::test_wrong_quantisers",
             "proof/test_doctor_mutants.py::test_a_wrong_decoder_and_a_wrong_grid",
             "proof/test_doctor_mutants.py::test_a_starter_model_that_differs_in_one_bit",
@@ -421,7 +421,7 @@ ROWS: dict[int, Row] = {
             "data/test_sources.py::test_csv_that_is_wrong",
             "faults/test_mutations.py::test_dataset",
             "data/test_sources.py::test_parquet_that_is_wrong",
-            "run/test_setup.py::test_a_prompt_longer_than_the_context",
+            "run/test_rl_run.py::test_a_prompt_longer_than_the_context",
         ),
     ),
     37: Row(

@@ -29,7 +29,7 @@ def test_a_served_model_judges(server: Running, monkeypatch: pytest.MonkeyPatch)
     asked: dict[str, Any] = {"model": "chatty", "temperature": 0, "seed": 0, "max_tokens": 8}
     for place, outcome in found.items():
         system = FORM.format(rubric="Is it right?", low=0, high=10)
-        user = f"ScoredPrompt:\n1+2=\n\nAnswer:\n{texts[place]}"
+        user = f"Question:\n1+2=\n\nAnswer:\n{texts[place]}"
         asked["messages"] = [
             {"role": "system", "content": system},
             {"role": "user", "content": user},
