@@ -9,12 +9,12 @@ from argparse import (
 )
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from isobit.config.base import MAX_PROCESSES, MAX_SEED, MAX_STEPS, MAX_THREADS, Strict
-from isobit.config.load import build_with, read_value
 from isobit.util.errors import ConfigError
 from isobit.util.files import at_home
 
@@ -31,7 +31,13 @@ def path_value(text: str) -> Path:
 
 def precision_value(text: str) -> Any:
     """A preset's name, or the table of a precision flow."""
-    return read_value("precision", text)
+    return _key_value("precision", text)
+
+
+def _key_value(key: str, text: str) -> Any:
+    from isobit.config.load import read_value  # takes long, and some commands have no keys
+
+    return read_value(key.rpartition(".")[2], text)
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
@@ -101,7 +107,7 @@ def option(
     if read is not None:
         settings["type"] = read
     elif key is not None:
-        settings["type"] = lambda text: read_value(key.rpartition(".")[2], text)
+        settings["type"] = partial(_key_value, key)
     return Option(name, {**settings, "help": help}, key)
 
 
@@ -149,6 +155,8 @@ class Command:
         """The configuration: ``tables``, then the options that have a key, then the overrides, each
         of which replaces values of those before. Raises ConfigError.
         """
+        from isobit.config.load import build_with
+
         for member in chain.from_iterable(_groups(self.options)):
             value = getattr(options, member.name)
             if member.key is not None and value is not None:
