@@ -173,9 +173,9 @@ class Refusal:
     def _on_a_larger_card(self) -> Iterator[str]:
         larger = {name: size for name, size in self.cards.items() if size > self.planner.total}
         for name, size in sorted(larger.items(), key=lambda one: one[1])[:1]:
-            found = self._way(replace(self.planner, total=size), self._smaller_settings())
-            if found is not None:
-                yield f"{self.tokens:,} fit on an {name.upper()} ({gib(size)}) with {found}"
+            settings = self._way(replace(self.planner, total=size), self._smaller_settings())
+            if settings is not None:
+                yield f"{self.tokens:,} fit on an {name.upper()} ({gib(size)}) with {settings}"
 
     def _whole_on_every_gpu(self) -> str:
         """What more GPUs do not lower, with the settings that take least."""
@@ -232,15 +232,15 @@ class Refusal:
             return
         tokens = batched_tokens(self.rollout, self.planner.sizes)
         fewer = [tokens >> n for n in range(1, 8) if tokens >> n >= _LEAST_BATCHED]
-        batched: list[Changes] = [{}, *({"rollout.max_batched_tokens": one} for one in fewer)]
+        batched: list[Changes] = [{}, *({"rollout.max_batched_tokens": most} for most in fewer)]
         offloads: list[Changes] = [{}]
         if self.planner.learns and not training.offload_moments:
             offloads.append({"training.offload_moments": True})
         keys = ("kv_pages", "kv_memory_gib")
         caches: list[Changes] = [{}]
         if any(getattr(self.rollout, key) is not None for key in keys):
-            given = [key for key in keys if getattr(self.rollout, key) is not None]
-            caches.append({f"rollout.{key}": None for key in given})
+            named = [key for key in keys if getattr(self.rollout, key) is not None]
+            caches.append({f"rollout.{key}": None for key in named})
         for cache, fewer_tokens, offload in product(caches, batched, offloads):
             yield {**offload, **fewer_tokens, **cache}
 

@@ -63,11 +63,11 @@ class SpeedShape:
         """Operations of a forward per token by format, without lm_head; or those of the MLPs' first
         linear alone, which ``recompute = "mlp"`` repeats.
         """
-        found = {"e4m3": 0.0, "bf16": 0.0}
+        operations = {"e4m3": 0.0, "bf16": 0.0}
         for site, numbers, share in self._matrices():
             if not first_of_mlp or site.endswith(("gate_proj", "up_proj")):
-                found[_rate(graph.site(site).forward)] += 2 * numbers * share
-        return found
+                operations[_rate(graph.site(site).forward)] += 2 * numbers * share
+        return operations
 
     @property
     def has_int8(self) -> bool:
@@ -86,13 +86,13 @@ class SpeedShape:
 
     def attention(self, graph: Graph, length: float) -> dict[str, float]:
         """Operations of a forward per token, in sequences of ``length``."""
-        config, found = self.config, {"e4m3": 0.0, "bf16": 0.0}
+        config, operations = self.config, {"e4m3": 0.0, "bf16": 0.0}
         for layer in range(config.num_layers):
             keys = min(length / 2, config.window(layer) or length)
-            found[_rate(graph.attention_format(layer))] += (
+            operations[_rate(graph.attention_format(layer))] += (
                 4 * keys * config.num_heads * config.head_dim
             )
-        return found
+        return operations
 
     @property
     def sparse_layers(self) -> int:
@@ -244,12 +244,12 @@ def _fitted(rows: Sequence[tuple[Work, float]]) -> Rates:
     ones = torch.ones(len(rows), 1, dtype=torch.float64)
     while True:
         part = table[:, kept] / scale[kept]
-        found = torch.linalg.lstsq(part, ones, driver="gelsd").solution[:, 0]
-        if bool((found >= 0).all()):
+        solution = torch.linalg.lstsq(part, ones, driver="gelsd").solution[:, 0]
+        if bool((solution >= 0).all()):
             break
-        kept.pop(int(found.argmin()))
-    seconds = {names[i]: float(found[n] / scale[i]) for n, i in enumerate(kept)}
-    error = float((part @ found - 1).abs().max())
+        kept.pop(int(solution.argmin()))
+    seconds = {names[i]: float(solution[n] / scale[i]) for n, i in enumerate(kept)}
+    error = float((part @ solution - 1).abs().max())
     return Rates(seconds, error)
 
 

@@ -60,10 +60,10 @@ _PR_SET_PDEATHSIG = 1
 
 def end_with_launcher() -> BlackBox | None:
     """Let the kernel end this process with our launcher; -> its black box, None without one."""
-    given = os.environ.get(VARIABLE)
-    if given is None:
+    numbers = os.environ.get(VARIABLE)
+    if numbers is None:
         return None
-    launcher, descriptor = (int(number) for number in given.split(":"))
+    launcher, descriptor = (int(number) for number in numbers.split(":"))
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it has ended before the line above
         os._exit(128 + signal.SIGKILL)

@@ -320,10 +320,10 @@ def _exchange_known(copies: PeerCopies, rank: int, size: int, count: int) -> tor
             [torch.full((count,), _mark(trial, rank, to), device="cuda", dtype=torch.float32)]
             for to in range(size)
         ]
-        found = copies.start(send, [[count]] * size).wait()
-        for source, slices in enumerate(found):
-            for one in slices:
-                wrong += (one != _mark(trial, source, rank)).sum()
+        arrived = copies.start(send, [[count]] * size).wait()
+        for source, slices in enumerate(arrived):
+            for numbers in slices:
+                wrong += (numbers != _mark(trial, source, rank)).sum()
     return wrong
 
 

@@ -419,10 +419,10 @@ class SlotSum:
 
     def _settle(self, names: Sequence[str], arrival: Arrival) -> None:
         """Add the slots, in their order."""
-        found = arrival.wait()
-        found[self.host] = [self._slot(name)[self._rows[name][self.host]] for name in names]
+        slots = arrival.wait()
+        slots[self.host] = [self._slot(name)[self._rows[name][self.host]] for name in names]
         for place, name in enumerate(names):
-            slices = [of_host[place].view(-1) for of_host in found]
+            slices = [of_host[place].view(-1) for of_host in slots]
             self._add_in_order(self._gradient(name).view(-1), slices)
 
 

@@ -40,14 +40,14 @@ def take_place(environment: MutableMapping[str, str] = os.environ) -> None:
     """
     if "WORLD_SIZE" not in environment:
         job, step = (int(environment.get(f"SLURM_{name}_ID", "0")) for name in ("JOB", "STEP"))
-        given = {
+        variables = {
             "RANK": environment["SLURM_PROCID"],
             "LOCAL_RANK": environment["SLURM_LOCALID"],
             "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
             "MASTER_ADDR": first_host(environment["SLURM_STEP_NODELIST"]),
             "MASTER_PORT": str(_PORTS[(job * 31 + step) % len(_PORTS)]),
         }
-        for name, value in given.items():
+        for name, value in variables.items():
             environment.setdefault(name, value)
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
     if missing:

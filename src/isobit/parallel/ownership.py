@@ -49,13 +49,13 @@ class Ownership:
         cuts: dict[str, tuple[int, ...]] = {}
         for name, shape in shapes.items():
             bounds, width = _bounds(shape[0], parts.get(name) or (shape[0],)), prod(shape[1:])
-            found = [0]
+            rows = [0]
             for (first, last), of_hosts in zip(
                 pairwise(_cut(bounds, width, owned)), owned_by_host, strict=True
             ):
                 within = [row for row in bounds if first <= row <= last]
-                found += _cut(within, width, of_hosts)[1:]
-            cuts[name] = tuple(found)
+                rows += _cut(within, width, of_hosts)[1:]
+            cuts[name] = tuple(rows)
         return cls(size, cuts, hosts)
 
     @property

@@ -123,10 +123,11 @@ class Processes:
             longest = max(int(size) for size in sizes)
             padded = torch.zeros(longest, dtype=torch.uint8)
             padded[: data.numel()] = data
-            found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(found, padded, group=self._group)
+            gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(gathered, padded, group=self._group)
         return [
-            decode(bytes(one[: int(size)].numpy())) for one, size in zip(found, sizes, strict=True)
+            decode(bytes(part[: int(size)].numpy()))
+            for part, size in zip(gathered, sizes, strict=True)
         ]
 
     def all_gather_rows(
@@ -147,15 +148,16 @@ class Processes:
             return _Watched(self._swap(send, receive), self.pulse)
 
     def all_gather_stack(self, mine: torch.Tensor) -> torch.Tensor:
-        made = torch.empty((self.size, *mine.shape), dtype=mine.dtype, device=mine.device)
+        stack = torch.empty((self.size, *mine.shape), dtype=mine.dtype, device=mine.device)
         with self.pulse.waiting("all_gather_stack"), _peers():
-            found, sent = (x.view(-1).view(torch.uint8) for x in (made, mine))
-            _all_gather(found, sent, group=self._group)
-        return made
+            stacked, sent = (x.view(-1).view(torch.uint8) for x in (stack, mine))
+            _all_gather(stacked, sent, group=self._group)
+        return stack
 
     def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
-        asked = self.all_gather([numbers, self.host])
-        numbers, hosts = max(one[0] for one in asked), {one[1] for one in asked}
+        wanted = self.all_gather([numbers, self.host])
+        numbers = max(largest for largest, _ in wanted)
+        hosts = {host for _, host in wanted}
         if device.type == "cuda" and len(hosts) == 1:
             copies, problem = self._peer_copies(numbers, device, buffers)
             if copies is not None:

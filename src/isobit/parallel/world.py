@@ -256,29 +256,29 @@ def run_and_gather(world: World, attempt: Callable[[], Any]) -> list[Any]:
         if error is not None:
             raise error
         return [value]
-    found = world.all_gather({"failure": _described(error), "value": None if error else value})
-    for rank, one in enumerate(found):
-        if one["failure"] is not None:
-            raised = error or _of_peer(world.numbers[rank], one["failure"])
+    outcomes = world.all_gather({"failure": _described(error), "value": None if error else value})
+    for rank, outcome in enumerate(outcomes):
+        if outcome["failure"] is not None:
+            raised = error or _of_peer(world.numbers[rank], outcome["failure"])
             setattr(raised, _AGREED, True)
             raise raised
-    return [one["value"] for one in found]
+    return [outcome["value"] for outcome in outcomes]
 
 
 def map_on_all(world: World, items: Sequence[T], compute: Callable[[T], Any]) -> list[Any]:
     """``compute`` of every item, in order, rank r's being r, r + W, ..; raises as
     ``run_on_all``.
     """
-    made = run_and_gather(
+    results = run_and_gather(
         world, lambda: [compute(item) for item in items[world.rank :: world.size]]
     )
-    return interleaved(made)
+    return interleaved(results)
 
 
-def interleaved(made: Sequence[Sequence[T]]) -> list[T]:
+def interleaved(results: Sequence[Sequence[T]]) -> list[T]:
     """The results in the order of the items, where rank r had the items r, r + W, .."""
-    count = sum(map(len, made))
-    return [made[place % len(made)][place // len(made)] for place in range(count)]
+    count = sum(map(len, results))
+    return [results[place % len(results)][place // len(results)] for place in range(count)]
 
 
 def _described(error: BaseException | None) -> dict[str, Any] | None:
@@ -390,12 +390,12 @@ def write_on_all(world: World, attempt: Callable[[], Any]) -> list[Any]:
             where = f"rank {world.rank} on {world.host}"
             return {"failed": f"{where}: {error}", "is_full": isinstance(error, NoSpaceError)}
 
-    found = run_and_gather(world, tried)
-    failed = [one for one in found if "failed" in one]
+    outcomes = run_and_gather(world, tried)
+    failed = [outcome for outcome in outcomes if "failed" in outcome]
     if failed:
-        kind = NoSpaceError if all(one["is_full"] for one in failed) else StorageError
+        kind = NoSpaceError if all(outcome["is_full"] for outcome in failed) else StorageError
         raise raised_on_all(kind(failed[0]["failed"]))
-    return [one["made"] for one in found]
+    return [outcome["made"] for outcome in outcomes]
 
 
 def write_on_first(world: World, attempt: Callable[[], Any]) -> None:

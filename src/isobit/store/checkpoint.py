@@ -245,7 +245,7 @@ def write_checkpoint(parent: Path, snapshot: Snapshot, world: World = ALONE) -> 
 
     def commit() -> None:
         with disk_errors(parent, what, num_bytes):
-            _write_manifest(partial, snapshot, sizes, chunks, interleaved(made))
+            _write_manifest(partial, snapshot, sizes, chunks, interleaved(digests))
             commit_folder(partial, folder)
 
     try:
@@ -254,7 +254,7 @@ def write_checkpoint(parent: Path, snapshot: Snapshot, world: World = ALONE) -> 
         names = (*files, STATE)
         sizes = broadcast(world, lambda: {name: (partial / name).stat().st_size for name in names})
         chunks = chunks_of(sizes, CHUNK_BYTES)
-        made = write_on_all(world, read_back)
+        digests = write_on_all(world, read_back)
         write_on_first(world, commit)
     except Exception:
         if world.rank == 0:  # its space is what the user needs now
@@ -266,8 +266,8 @@ def write_checkpoint(parent: Path, snapshot: Snapshot, world: World = ALONE) -> 
 def _check_alike(world: World, plans: Mapping[str, FilePlan]) -> None:
     """Assert that all ranks plan the same files."""
     headers = b"".join(plan.header for plan in plans.values())
-    found = world.all_gather(hashlib.sha256(headers).hexdigest())
-    assert len(set(found)) == 1, f"ranks plan other files: {found}"
+    digests = world.all_gather(hashlib.sha256(headers).hexdigest())
+    assert len(set(digests)) == 1, f"ranks plan other files: {digests}"
 
 
 def _create(partial: Path, plans: Mapping[str, FilePlan], state: Mapping[str, Any]) -> None:
@@ -321,7 +321,6 @@ def read_checkpoint(folder: Path, world: World = ALONE) -> Checkpoint:
 
 def _broadcast_or_raise(world: World, make: Callable[[], str]) -> str:
     """What rank 0 makes, on every rank; its CheckpointError is raised on all."""
-    """What rank 0 makes, on every rank.  Raises the CheckpointError of rank 0 on all."""
 
     def attempt() -> dict[str, str]:
         try:
@@ -329,10 +328,10 @@ def _broadcast_or_raise(world: World, make: Callable[[], str]) -> str:
         except CheckpointError as error:
             return {"problem": str(error)}
 
-    found = broadcast(world, attempt)
-    if "problem" in found:
-        raise CheckpointError(found["problem"])
-    return found["made"]
+    outcome = broadcast(world, attempt)
+    if "problem" in outcome:
+        raise CheckpointError(outcome["problem"])
+    return outcome["made"]
 
 
 def _read_text(path: Path) -> str:

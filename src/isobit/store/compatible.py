@@ -147,7 +147,7 @@ def check_inputs(
 def check_names(allowed: Sequence[str], known: Collection[str]) -> None:
     """Raise ConfigError for a name that is neither one of ``known`` nor a table of them."""
     for name in allowed:
-        if any(is_allowed(one, [name]) for one in known):
+        if any(is_allowed(key, [name]) for key in known):
             continue
         near = get_close_matches(name, known, n=1)
         raise ConfigError(

@@ -41,14 +41,14 @@ def check_positions(directory: RunDirectory, recorded: Positions) -> None:
     for name, size in recorded.items():
         path = directory.root / name
         try:
-            found = path.stat().st_size
+            present = path.stat().st_size
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing, which had {size:,} bytes then") from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-        if found < size:
+        if present < size:
             raise CheckpointError(
-                f"{path} has {found:,} bytes, fewer than the {size:,} it had then"
+                f"{path} has {present:,} bytes, fewer than the {size:,} it had then"
             )
 
 

@@ -125,18 +125,18 @@ _Labels = dict[str, dict[str, str]]  # by module and name: the text that stands 
 
 def _labels(trees: Mapping[str, ast.Module]) -> _Labels:
     plain = _Syntax("", ast.Module([], []), {})
-    found: _Labels = {module: {} for module in trees}
+    labels: _Labels = {module: {} for module in trees}
     for module, tree in trees.items():
         for statement in tree.body:
             for name in _bound(statement):
-                found[module][name] = found[module].get(name, "") + plain.text(statement)
-    modules = Counter(name for names in found.values() for name in names)
-    copies = Counter(one for names in found.values() for one in names.items())
-    for module, names in found.items():
+                labels[module][name] = labels[module].get(name, "") + plain.text(statement)
+    modules = Counter(name for names in labels.values() for name in names)
+    copies = Counter(definition for names in labels.values() for definition in names.items())
+    for module, names in labels.items():
         for name, text in names.items():
             which = hashlib.sha256(text.encode()).hexdigest() if modules[name] > 1 else ""
             names[name] = f"@{name}:{which}" + (module if copies[name, text] > 1 else "")
-    return found
+    return labels
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:
@@ -160,10 +160,12 @@ class _Syntax:
         self._modules: dict[str, str] = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                self._names |= {one.asname: f"@{one.name}" for one in node.names if one.asname}
+                self._names |= {
+                    alias.asname: f"@{alias.name}" for alias in node.names if alias.asname
+                }
             elif isinstance(node, ast.ImportFrom):
-                for one in node.names:
-                    self._add_import(str(node.module), one.name, one.asname or one.name)
+                for alias in node.names:
+                    self._add_import(str(node.module), alias.name, alias.asname or alias.name)
 
     def _add_import(self, module: str, name: str, local: str) -> None:
         full = f"{module}.{name}"
@@ -176,7 +178,7 @@ class _Syntax:
     def text(self, node: Any) -> str:
         """The text of a node, a list of nodes or a constant."""
         if isinstance(node, list):
-            return f"[{','.join(self.text(one) for one in node if not _says_nothing(one))}]"
+            return f"[{','.join(self.text(part) for part in node if not _says_nothing(part))}]"
         if isinstance(node, ast.Name) and node.id in self._names:
             return self._names[node.id]
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):

@@ -73,9 +73,9 @@ def newest_usable(directory: RunDirectory, say: Say, world: World = ALONE) -> Ch
 def tidy(directory: RunDirectory, step: int, say: Say) -> None:
     """Rename unusable checkpoints, and remove what was left partly written or partly removed."""
     for folder in sorted(directory.checkpoints.iterdir()) if directory.checkpoints.is_dir() else []:
-        found = step_of(folder)
-        if found is not None and found > step:
-            aside = folder.with_name(f"{folder_name(found)}.unusable")
+        number = step_of(folder)
+        if number is not None and number > step:
+            aside = folder.with_name(f"{folder_name(number)}.unusable")
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
             say(f"moved aside: {aside}")

@@ -392,14 +392,14 @@ def begin_again(
     run's and not ``allowed``.
     """
     directory, hosts = RunDirectory(config.output), world.all_gather(world.host)
-    found = broadcast(
+    recorded = broadcast(
         world,
         lambda: [
             asdict(change)
             for change in read_changes(source.budget, position_at(checkpoint, source.budget))
         ],
     )
-    changes = [BudgetChange(**change) for change in found]
+    changes = [BudgetChange(**change) for change in recorded]
     writer = WaitingWriter(world, directory.root, config.checkpoint.wait_for_space_s, say, check)
     with ExitStack() as lock:
         yield Start(

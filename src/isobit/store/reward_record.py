@@ -223,8 +223,8 @@ class AnswerRecord(LineRecord):
 
     def end(self, answers: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
         """The rollout's line is repeated, or new."""
-        found = sorted(answers, key=lambda one: list(one[0]))
-        line = json_line({**self._identity, "answers": found}, ascii=True)
+        ordered = sorted(answers, key=lambda answer: list(answer[0]))
+        line = json_line({**self._identity, "answers": ordered}, ascii=True)
         self.append([line])
 
     def _look_up(self, identity: dict[str, Any]) -> dict[str, Any] | None:

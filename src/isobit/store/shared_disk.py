@@ -37,11 +37,11 @@ def check_shared(world: World, root: Path) -> None:
     level, name = broadcast(world, leave)
     place = above[level] if level < len(above) else above[-1]
     mine = f"rank {world.rank} on {world.host}: {place}"
-    found = world.all_gather([mine, _appears(place / name)])
+    seen = world.all_gather([mine, _appears(place / name)])
     if world.rank == 0:
         with suppress(OSError):
             (place / name).unlink()
-    blind = [where for where, sees in found if not sees]
+    blind = [where for where, sees in seen if not sees]
     if blind:
         raise raised_on_all(
             ConfigError(

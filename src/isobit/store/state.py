@@ -300,11 +300,11 @@ def state_digest(run: TrainingRun) -> StateDigest:
     masters = checksum(share.masters(policy.masters).items())
     moments = checksum(share.moments(run.trainer.moments()).items())
     _, weights = policy.compare(policy.world)
-    found = policy.world.all_gather([masters, moments])
+    checksums = policy.world.all_gather([masters, moments])
     return StateDigest(
         _digits(weights),
-        _digits(added_up(one[0] for one in found)),
-        _digits(added_up(one[1] for one in found)),
+        _digits(added_up(of_masters for of_masters, _ in checksums)),
+        _digits(added_up(of_moments for _, of_moments in checksums)),
     )
 
 

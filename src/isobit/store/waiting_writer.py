@@ -52,7 +52,7 @@ class WaitingWriter:
         waited, said_at, pause = 0.0, -SAID_EVERY_S, FIRST_S
         while True:
             try:
-                made = attempt()
+                result = attempt()
             except NoSpaceError as error:
                 left = self._seconds - waited
                 if left <= 0:
@@ -68,7 +68,7 @@ class WaitingWriter:
             else:
                 if waited:
                     self._say(f"there is room again, after {waited:.0f} s: going on")
-                return made
+                return result
             self._pause(pause)
             waited, pause = waited + pause, min(2 * pause, LONGEST_S)
 

@@ -23,14 +23,14 @@ def at_home(text: str) -> str:
     """
     if not text.startswith("~"):
         return text
-    made = os.path.expanduser(text)
-    if made.startswith("~"):
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
         user = text.partition("/")[0]
         raise RuntimeError(
             f"begins with {user}, and there is no such home directory; a file in a folder of that "
             f"name is ./{text}"
         )
-    return made
+    return path
 
 
 def lies_within(path: Path, folder: Path) -> bool:

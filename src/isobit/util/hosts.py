@@ -49,5 +49,5 @@ class HostCheck:
 
 def _parts(address: str) -> tuple[str, str]:
     """Name and port of NAME, NAME:PORT, [IPV6] or [IPV6]:PORT; empty for what is none of them."""
-    found = _ADDRESS.fullmatch(address)
-    return ("", "") if found is None else (found[1] or found[2] or "", found[3] or "")
+    match = _ADDRESS.fullmatch(address)
+    return ("", "") if match is None else (match[1] or match[2] or "", match[3] or "")

@@ -37,25 +37,25 @@ def source_sha256(place: str) -> str | None:
         first = [Path(module)] if Path(module).is_file() else []
     else:
         first = list(_files_of(module.split(".")))
-    found = _with_imports(first)
-    if not found:
+    contents = _with_imports(first)
+    if not contents:
         return None
     digest = hashlib.sha256()
-    for content in sorted(found.values()):
+    for content in sorted(contents.values()):
         digest.update(hashlib.sha256(content).digest())
     return digest.hexdigest()
 
 
 def _with_imports(first: list[Path]) -> dict[Path, bytes]:
     """The content of the files and of all user's files that they import, directly or indirectly."""
-    found: dict[Path, bytes] = {}
+    contents: dict[Path, bytes] = {}
     left = list(first)
     while left:
         path = left.pop().resolve()
-        if path not in found:
-            found[path] = read_plain(path)
-            left += _imported(path, found[path])
-    return found
+        if path not in contents:
+            contents[path] = read_plain(path)
+            left += _imported(path, contents[path])
+    return contents
 
 
 def _imported(path: Path, source: bytes) -> Iterator[Path]:
@@ -110,4 +110,4 @@ def _below(folder: Path, parts: list[str]) -> Iterator[Path]:
 def is_installed(folder: Path) -> bool:
     """Whether a path is in the standard library, an installed package or Isobit."""
     place = folder.resolve()
-    return any(one == place or one in place.parents for one in _INSTALLED)
+    return any(installed == place or installed in place.parents for installed in _INSTALLED)
