@@ -19,6 +19,7 @@ from isobit.memory.host import microbatch_tokens
 from isobit.memory.turns import DeviceTurns, PhaseMemory
 from isobit.records.batch import PackedBatch
 from isobit.rewards.grading import grade
+from isobit.rollout import native
 from isobit.rollout.native import NativeEngine
 from isobit.run import lessons, loop, plan, run
 from isobit.run import sft as sft_loop
@@ -152,9 +153,9 @@ def test_an_engine_that_stays_gives_nothing_back_and_changes_no_bit(
 ) -> None:
     """It captures once, and its cache is among what training takes."""
     made: list[object] = []
-    assemble = NativeEngine._assemble
+    make_runner = native._default_runner
     monkeypatch.setattr(
-        NativeEngine, "_assemble", lambda self, runner: made.append(1) or assemble(self, runner)
+        native, "_default_runner", lambda *a, **k: made.append(1) or make_runner(*a, **k)
     )
     staying = {**PLAN.training, "KV pages": PLAN.rollout["KV pages"]}
     monkeypatch.setitem(globals(), "PLAN", replace(PLAN, training=staying))
@@ -240,13 +241,13 @@ def test_held_out_losses_are_measured_without_the_cache(
     assert isinstance(engine, NativeEngine)
 
     def watched(trainer: Trainer, batches: Sequence[PackedBatch]) -> float:
-        held.append(engine._executor._runner)
+        held.append(engine._executor.has_runner)
         return mean_loss(trainer, batches)
 
     monkeypatch.setattr(lessons, "mean_loss", watched)
     graded = run.evaluate(None, partial(grade, reward=correct_answer))
     assert graded.keys() == {"held_out"}
-    assert held == [None]
+    assert held == [False]
 
 
 def test_fine_tuning_is_planned_before_weights_are_read(
