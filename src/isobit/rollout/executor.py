@@ -67,6 +67,11 @@ class Executor(ABC, Generic[Runner]):
         self.stats = stats
 
     @property
+    def has_runner(self) -> bool:
+        """Whether there is a runner now."""
+        return self._runner is not None
+
+    @property
     def runner(self) -> Runner:
         """The runner; made now, with an empty cache, if it was given back."""
         if self._runner is None:

@@ -302,7 +302,7 @@ class NativeEngine:
         They are made again at other addresses, with as many pages.  Live samples wait, and compute
         their K and V again.
         """
-        if self._executor.is_released:
+        if not self._executor.has_runner:
             return
         with self._all_or_nothing():
             self._drop_all_pages()
