@@ -35,7 +35,7 @@ Order = Literal["newest", "oldest", "best", "worst", "longest", "shortest"]
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Which completions are wanted, and in which order; an empty field or None filters nothing."""
+    """Filters and order of completions; an empty field or None filters nothing."""
 
     source: str = ""
     """A set's name, ``train``, or ``eval`` for all sets of evaluations."""

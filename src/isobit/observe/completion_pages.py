@@ -1,4 +1,4 @@
-"""What the viewer answers of completions: a page of them, one with its neighbours, the rewards of a
+"""The viewer's answers on completions: a page of them, one with its neighbours, the rewards of a
 step, and two runs prompt by prompt.
 """
 
@@ -35,7 +35,7 @@ NEIGHBOUR_S = 0.25
 
 
 class NotThereError(Exception):
-    """What was asked for is not, or no longer, there."""
+    """Raised for a completion or a run that is not, or no longer, there."""
 
 
 def number(values: Values, name: str, kind: type[int] | type[float]) -> Any:

@@ -39,7 +39,7 @@ GOOD, BAD, WARNING = "green", "bold red", "yellow"
 """Styles of a terminal, which a file never has."""
 
 GAP = "  "
-"""Between two parts."""
+"""The space between two parts of a line."""
 
 _STEPS = 10
 """The last steps, whose pace gives the remaining time."""
@@ -265,7 +265,7 @@ def describe_policy(name: str, policy: Policy) -> str:
 
 
 def describe_moment(step: int) -> str:
-    """When an evaluation was made: ``before`` the first step, or ``after step 3``."""
+    """The moment of an evaluation: ``before`` the first step, or ``after step 3``."""
     return "before" if step == 0 else f"after step {step}"
 
 

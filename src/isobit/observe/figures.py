@@ -19,10 +19,10 @@ Column = NDArray[Any]
 """A number for each step, or for each point of a chart."""
 
 ABSENT, NULL = float("nan"), float("inf")
-"""What a column holds for a step without the metric, and for a value that was not finite."""
+"""The entries of a column for a step without the metric, and for a value that was not finite."""
 _LARGEST = 1e308
 MOST_NAMES = 2000
-"""Metrics of a run that are read; what further ones are called is not looked at."""
+"""Metrics of a run that are read; further names are left out."""
 TAIL = 1 << 18
 """Bytes at the end of ``metrics.jsonl`` that the list of runs reads."""
 
@@ -135,7 +135,7 @@ class GrowingFigures(GrowingFile):
 
     @property
     def figures(self) -> Figures:
-        """What was read so far."""
+        """The figures that were read so far."""
         if self._figures is None:
             steps = np.fromiter(self._rows, np.int64, len(self._rows))
             found = Figures(steps, {name: np.array(c) for name, c in self._columns.items()})

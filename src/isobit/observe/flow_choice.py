@@ -23,11 +23,11 @@ from isobit.util.terminal import gib
 THRESHOLD = 0.01
 """The loss of accuracy against ``bf16`` that a recommended flow must exclude, by default."""
 RMS_BOUND = 0.15
-"""Without a reward: the rms of a recommended flow, in nats.  On SmolLM2-135M E4M3 has 0.3 and ends
-below ``bf16`` (docs/proof.md); INT8 has 0.1.
+"""The largest rms of a flow that is recommended without a reward, in nats.  On SmolLM2-135M
+E4M3 has 0.3 and ends below ``bf16`` (docs/proof.md); INT8 has 0.1.
 """
 FEWEST_TOKENS = 1000
-"""From which an rms decides: it is then known to about 5%."""
+"""The tokens from which an rms decides: it is then known to about 5%."""
 CREST = 12.0
 BY_SIZE = Path(__file__).with_name("flows_by_size.json")
 _EQUAL = 1.05
@@ -40,7 +40,7 @@ class Crest:
 
     site: str
     share: float
-    """Of the tokens whose crest is above ``CREST``."""
+    """The share of the tokens whose crest is above ``CREST``."""
     largest: float
 
 
@@ -85,7 +85,7 @@ class FlowFigures:
     weight_bytes: int
     """Published, of both sides."""
     kv_bytes: int
-    """Of the KV cache a token."""
+    """Bytes of the KV cache for a token."""
     problem: str | None = None
     """Why the device does not compute it."""
     closeness: Closeness | None = None
@@ -102,7 +102,7 @@ class FlowFigures:
     crests: tuple[Crest, ...] = ()
     crest_tokens: int = 0
     estimate: Mapping[str, float] = field(default_factory=dict)
-    """Of ``isobit.memory.speed``, for a GPU; empty where none was asked for."""
+    """The estimate of ``isobit.memory.speed`` for a GPU; empty where none was asked for."""
 
     @property
     def name(self) -> str:
@@ -133,13 +133,13 @@ class FlowFigures:
 
 
 def flow_toml(precision: PrecisionConfig) -> str:
-    """As a recipe has it."""
+    """The line of a recipe that chooses the flow."""
     name = precision.name
     return f"precision = {json.dumps(name) if name == precision.preset else name}"
 
 
 def differences_of(ours: Sequence[float | None], base: Sequence[float | None]) -> list[float]:
-    """Of the problems that both have a score of."""
+    """The differences on the problems that both have a score of."""
     pairs = zip(ours, base, strict=True)
     return [a - b for a, b in pairs if a is not None and b is not None]
 
@@ -152,14 +152,14 @@ class Comparison:
     flows: Sequence[FlowFigures]
     problems: int = 0
     tokens: int = 0
-    """That every flow has scored."""
+    """Tokens that every flow has scored."""
     context: int = 0
     """Tokens of a KV cache that count beside the weights: the model's context."""
     threshold: float = THRESHOLD
     estimated_for: str = ""
     """What the estimates of a GPU's speed take a step to be."""
     layer_parameters: int = 0
-    """Of the matrices in the model's layers, which are what is in 8 bits."""
+    """Parameters of the matrices in the model's layers, which are what is in 8 bits."""
     by_size: Mapping[str, Any] = field(default_factory=dict)
     """What ``read_by_size`` returned."""
     card: str = ""
@@ -192,7 +192,7 @@ class Comparison:
         }
 
     def bytes_of(self, one: FlowFigures) -> int:
-        """Of the weights and a KV cache of one context."""
+        """Bytes of the weights and of a KV cache of one context."""
         return one.weight_bytes + self.context * one.kv_bytes
 
 

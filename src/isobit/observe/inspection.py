@@ -50,16 +50,16 @@ class GpuFigures:
     longest: int
     """Tokens of the longest sequence that is trained."""
     generating: Bytes
-    """By name; empty where not one page of the cache fits."""
+    """Bytes by name; empty where not one page of the cache fits."""
     cached_tokens: int
     """The capacity of the cache in ``generating``."""
     training: DevicePlan | None
     problem: str
     """Why training does not fit; empty where it does."""
     gpus: int = 1
-    """That train together."""
+    """GPUs that train together."""
     time: StepTime | None = None
-    """Of a step, where training fits."""
+    """The time of a step, where training fits."""
 
     def as_json(self) -> dict[str, Any]:
         plan = self.training
@@ -190,7 +190,9 @@ def _preset_figures(config: ModelConfig, sizes: Sizes) -> tuple[PresetFigures, .
 
 
 HIGH_CREST = 11.0
-"""From here on a row in INT8 has no smaller error than in E4M3: crest / (127 sqrt(12)), 2.5%."""
+"""The crest from which a row in INT8 has no smaller error than in E4M3: crest / (127 sqrt(12)),
+2.5%.
+"""
 LONGEST = 4096
 """Tokens of the longest sequence by default, where the context is not shorter."""
 
@@ -235,9 +237,9 @@ class Inspection:
     flow: str
     """The preset with its options, as a recipe names them."""
     matrices: tuple[MatrixFigures, ...]
-    """In the order of the forward pass; none where the flow has no 8 bits."""
+    """The 8-bit matrices in the order of the forward pass; none where the flow has no 8 bits."""
     format: Format
-    """That of the matrices, "e4m3" or "int8"."""
+    """The format of the matrices, "e4m3" or "int8"."""
     presets: tuple[PresetFigures, ...]
     back_end: str
     """What ``presets`` counts bytes for: "cpu" or "cuda"."""
@@ -367,8 +369,8 @@ def _measure(
             on_matrix(done, len(sites))
 
 
-def _formats(tensors: FolderCheckpoint) -> tuple[FormatFigures, ...]:
-    """By format, the one with most numbers first; scales are counted separately."""
+def _formats(tensors: Checkpoint) -> tuple[FormatFigures, ...]:
+    """Sizes by format, that with most numbers first; scales are counted separately."""
     found: dict[str, list[torch.Tensor]] = {}
     for tensor in tensors.tensors.values():
         found.setdefault(tensor.format, []).append(tensor.mapped)

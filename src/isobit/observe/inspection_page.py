@@ -9,7 +9,6 @@ from pathlib import Path
 from textwrap import wrap
 
 from isobit.memory.speed import describe_step
-from isobit.observe.figures import Figures
 from isobit.observe.inspection import HIGH_CREST, GpuFigures, Inspection
 from isobit.observe.report.chart import Chart, Panel, draw
 from isobit.observe.report.headline import Tile
@@ -54,7 +53,7 @@ def describe_inspection(found: Inspection) -> list[str]:
 
 
 def percent(share: float | None) -> str:
-    """With as many digits as a reader can use; a dash for what is not known."""
+    """A share with as many digits as a reader can use; a dash for an unknown one."""
     if share is None:
         return "-"
     size = 100 * share
@@ -68,7 +67,7 @@ def scale_text(scale: float) -> str:
 
 
 def _flow_name(found: Inspection) -> str:
-    """What the matrices were measured in."""
+    """The flow that the matrices were measured in."""
     return "stored in FP8" if found.stored else found.flow
 
 
@@ -310,7 +309,7 @@ def _tiles(found: Inspection) -> list[Tile]:
 def _charts(found: Inspection) -> list[Chart]:
     """The figures over the layers, as far as they are known."""
     by_linear = _SHOWN[found.format].panels
-    figures: Figures = {
+    figures: dict[int, dict[str, float | None]] = {
         layer: {
             f"{name}/{linear}": None
             if (value := one.as_json()[name]) is None

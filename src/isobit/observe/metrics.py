@@ -43,7 +43,7 @@ from isobit.util.strict_json import json_line, json_text
 
 Row = Mapping[str, Any]
 COLUMNS = ("prompt", "completion", "reward", "answer", "finish_reason", "tokens")
-"""Of a table of sample completions."""
+"""Columns of a table of sample completions."""
 
 
 class MetricsWriter:

@@ -8,9 +8,9 @@ from pathlib import Path
 from isobit.store.directory import RunDirectory
 
 MOST_FOLDERS = 5000
-"""Looked into for runs."""
+"""Folders that are searched for runs."""
 DEPTH = 4
-"""Of folders below the one that was named."""
+"""Levels of folders below the one that was named."""
 
 
 def find_runs(roots: Sequence[Path]) -> dict[str, Path]:

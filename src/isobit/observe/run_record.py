@@ -1,4 +1,4 @@
-"""What a run has written so far: its manifest, its figures by step, its completions, how it ended.
+"""The files of a run so far: its manifest, its figures by step, its completions, how it ended.
 
 Whatever is there is read, with a list of what is missing or damaged: a run that was killed leaves a
 torn last line and no summary.
@@ -25,7 +25,7 @@ from isobit.util.plain_files import read_plain
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What a run has written so far."""
+    """The contents of a run's files so far."""
 
     root: Path
     manifest: Mapping[str, Any]
@@ -39,7 +39,7 @@ class RunRecord:
     is_running: bool
     """Whether a process of this machine holds the run's lock."""
     problems: tuple[str, ...]
-    """What is missing or damaged, one sentence each."""
+    """A sentence on each file that is missing or damaged."""
 
     def setting(self, *path: str) -> Any:
         """The entry of the manifest at that path; None where there is none."""
@@ -164,7 +164,7 @@ class WatchedRun:
         self.kept = TableCompletions(directory.kept_completions)
 
     def record(self) -> RunRecord:
-        """What the report reads, without completions, after one more look at the figures."""
+        """The record without completions, after one more look at the figures."""
         self.figures.look()
         damaged = self.figures.damaged
         problems = [f"metrics.jsonl: {damaged} lines cannot be read"] if damaged else []

@@ -41,7 +41,7 @@ from isobit.util.strict_json import json_line, json_text
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What every finished training has to say, whatever it learnt from."""
+    """The summary of any finished training."""
 
     directory: Path
     preset: str
@@ -49,7 +49,7 @@ class RunSummary:
     """The preset with its options, as a recipe names them."""
     steps: int
     gpu_memory: Mapping[str, PhaseMemory] | None = field(default=None, kw_only=True)
-    """By phase, rollout and training, of this process; None on a CPU."""
+    """Device memory of this process by phase, rollout and training; None on a CPU."""
 
     @property
     def model(self) -> Path:
@@ -84,8 +84,8 @@ REFERENCES = ("answer", "solution", "target", "ground_truth", "reference", "labe
 """Columns of a dataset, the first that there is, that a completion is written beside."""
 
 
-class Figures(Protocol):
-    """What was measured on one set: a dataclass of what JSON can hold."""
+class SetFigures(Protocol):
+    """The results on one set: a dataclass of values that JSON can hold."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -94,7 +94,7 @@ class Figures(Protocol):
         ...
 
 
-Result = TypeVar("Result", bound=Figures)
+Result = TypeVar("Result", bound=SetFigures)
 
 
 class TrainingLog(ABC, Generic[Result]):
@@ -210,8 +210,9 @@ class TrainingLog(ABC, Generic[Result]):
         )
 
     def positions(self) -> Mapping[str, int]:
-        """Of the files that grow, where the directory is now: these are open, and go with it.  The
-        records of what the run was given are longer where some of it comes again.
+        """Sizes in bytes of the files that grow, by name, where the directory is now; they stay
+        open where it is moved.  The records of rewards and answers are longer where some
+        come again.
         """
         place = self._place.now()
         if self._writers is None or place is None:
@@ -241,7 +242,7 @@ class TrainingLog(ABC, Generic[Result]):
         }
 
     def _open_writers(self) -> None:
-        """Of figures and of completions."""
+        """Open the writers of figures and of completions."""
         config, directory = self._training.config, self.directory
         tracking = config.tracking
         trackers = open_trackers(tracking, directory.root, config.model_dump(mode="json"))

@@ -42,7 +42,8 @@ from isobit.observe.report.comparison import (
     describe_comparison,
 )
 from isobit.observe.report.flow_view import view_flow
-from isobit.observe.report.headline import notices, reason_of, state_of, tiles_of
+from isobit.observe.report.headline import reason_of, state_of, tiles_of
+from isobit.observe.report.notices import notices
 from isobit.observe.report.numbers import number_text
 from isobit.observe.report.panels import build_sections
 from isobit.observe.report.series import Axis, View
@@ -109,7 +110,7 @@ class Viewer:
         self._lock = Lock()
 
     def app(self, token: str, port: int) -> ASGIApp:
-        """What is served at a port, below ``/TOKEN/``."""
+        """The application for a port, below ``/TOKEN/``."""
         answers: dict[str, Callable[[QueryParams], dict[str, Any]]] = {
             "runs": self.runs,
             "run": self.run,

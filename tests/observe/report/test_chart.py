@@ -9,16 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isobit.observe.figures import Figures
-from isobit.observe.report.chart import (
-    BOTTOM,
-    LEFT,
-    RIGHT,
-    STEPS,
-    TOP,
-    Panel,
-    draw,
-    draw_series,
-)
+from isobit.observe.report.chart import BOTTOM, LEFT, RIGHT, STEPS, TOP, Panel, draw, draw_series
 from isobit.observe.report.numbers import (
     axis_range,
     duration_text,
@@ -26,15 +17,7 @@ from isobit.observe.report.numbers import (
     round_ticks,
     tick_text,
 )
-from isobit.observe.report.series import (
-    MAX_POINTS,
-    Axis,
-    Buckets,
-    Curve,
-    View,
-    mean_of,
-    series_of,
-)
+from isobit.observe.report.series import MAX_POINTS, Axis, Buckets, Curve, View, mean_of, series_of
 
 FIGURES = {step: {"loss": float(step), "other": 1.0} for step in range(1, 501)}
 finite = st.floats(-1e12, 1e12, allow_nan=False).filter(

@@ -6,7 +6,7 @@ What a reader has to know of a run before its charts.
 from collections.abc import Callable
 from pathlib import Path
 
-from isobit.observe.report.headline import notices
+from isobit.observe.report.notices import notices
 from isobit.observe.report.panels import Section, build_sections
 from isobit.observe.run_record import read_run
 from isobit.records.metrics import find_metric

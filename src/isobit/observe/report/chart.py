@@ -25,7 +25,7 @@ _FEW_POINTS = 40
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """What a chart shows."""
+    """The curves and the texts of a chart."""
 
     title: str
     unit: str
@@ -47,7 +47,7 @@ class Mark:
     """Its number among the panel's curves, from 1, which is its colour."""
     line: str = ""
     raw: str = ""
-    """What the line was before it was smoothed."""
+    """The line before smoothing."""
     band: str = ""
     bars: str = ""
     """The intervals of points that no band can join to another."""
@@ -56,7 +56,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What the template draws."""
+    """A chart as the template draws it."""
 
     panel: Panel
     marks: tuple[Mark, ...]
@@ -71,7 +71,7 @@ class Chart:
     description: str
     """The chart in a sentence."""
     points_note: str
-    """What a point of several steps shows; empty where each step has its own point."""
+    """A sentence on points that show more than one step; empty where none does."""
     constant: str
     """The value that every step and curve has, stated instead of drawn; empty if values differ."""
 
@@ -103,7 +103,7 @@ def draw(
 def draw_series(panel: Panel, several: Sequence[Series | None], view: View) -> Chart | None:
     """The chart of a panel whose curves have these series; None where none has a value."""
     drawn = [
-        (place, curve, smooth(series, view.smoothing))
+        (place, curve, smooth(series, 1 if curve.between else view.smoothing))
         for place, (curve, series) in enumerate(zip(panel.curves, several, strict=True), 1)
         if series is not None
     ]
@@ -223,9 +223,9 @@ def _span_text(first: float, last: float, axis: str) -> str:
 
 
 def _points_note(panel: Panel, view: View, buckets: Buckets, several: Sequence[Series]) -> str:
-    """What a point shows that is not the value of one step; empty where each is."""
+    """A sentence on points that show more than one step; empty where none does."""
     notes = []
-    if view.smoothing > 1:
+    if any(series.raw is not None for series in several):
         notes.append(f"Smoothed: the mean of the last {view.smoothing} values; faint: each.")
     steps = max(buckets.largest(series) for series in several)
     if steps > 1:

@@ -21,7 +21,7 @@ from isobit.util.errors import ConfigError
 
 MOST_RUNS = MOST_CURVES
 COMPARISON = Path("comparison.html")
-"""Where the page of several runs is written by default."""
+"""The page of several runs, by default."""
 
 _SECONDS = "time/step_s"
 _TIME = Panel("Time a step", "seconds", (Curve(_SECONDS, "seconds"),), "without evaluation")
@@ -60,7 +60,7 @@ def write_comparison(roots: Sequence[Path], out: Path) -> Path:
 
 
 def describe_comparison(records: Sequence[RunRecord]) -> dict[str, Any]:
-    """What stands above the charts: states, notes, where the runs ended, and their recipes."""
+    """The values above the charts: states, notes, last figures, and differences of recipes."""
     return {
         "states": [state_of(record) for record in records],
         "notes": notes_on(records),
@@ -99,7 +99,7 @@ def ends_of(records: Sequence[RunRecord]) -> list[Row]:
 
 
 def notes_on(records: Sequence[RunRecord]) -> list[str]:
-    """What a reader of the figures side by side must know."""
+    """Warnings to a reader of the figures side by side."""
     keys = (key.split(".") for key, _ in differing_settings(records))
     differing = dict.fromkeys(".".join(key[:2]) for key in keys if key[0] == "reward")
     if not differing:

@@ -7,8 +7,8 @@ MINUS = "\N{MINUS SIGN}"
 
 
 def round_ticks(low: float, high: float, most: int, whole: bool = False) -> list[float]:
-    """At most ``most`` multiples of 1, 2 or 5 times a power of ten within ``low`` to ``high``; with
-    ``whole``, whole numbers only.
+    """Ticks: at most ``most`` multiples of 1, 2 or 5 times a power of ten within ``low`` to
+    ``high``; with ``whole``, whole numbers only.
     """
     if not high > low:
         return [low]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from isobit.observe.report.comparison import COMPARISON, write_comparison
 from isobit.observe.report.flow_view import view_flow
-from isobit.observe.report.headline import notices, reason_of, state_of, tiles_of
+from isobit.observe.report.headline import reason_of, state_of, tiles_of
+from isobit.observe.report.notices import notices
 from isobit.observe.report.panels import build_sections
 from isobit.observe.report.samples import SHADES, choose_samples
 from isobit.observe.report.settings import view_environment, view_settings

@@ -26,9 +26,9 @@ class Section:
     title: str
     charts: tuple[Chart, ...]
     constants: tuple[Chart, ...] = ()
-    """Of figures that never change, whose value is stated instead of drawn."""
+    """Charts of figures that never change, whose value is stated instead of drawn."""
     note: str = ""
-    """What was left out."""
+    """A sentence on figures that were left out."""
     folded: bool = False
 
 

@@ -35,13 +35,13 @@ SHADES = (-0.1, -0.5, -1.0, -2.0, -4.0)
 class Token:
     text: str
     log_prob: str
-    """In words."""
+    """The log-probability as text."""
     shade: int
     """0 to ``len(SHADES)``; the less likely, the higher."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ShownAnswer:
     """One completion."""
 
     step: int
@@ -67,11 +67,11 @@ class Problem:
     prompt: str
     answer: str
     """The dataset's own; empty where there is none."""
-    answers: tuple[Answer, ...]
+    answers: tuple[ShownAnswer, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ShownSource:
     """Problems of the training data or of one evaluation set."""
 
     name: str
@@ -82,7 +82,7 @@ class Source:
     """Step, prompt, completion and reward of those that are not among the problems, cut short."""
 
 
-def choose_samples(lines: Sequence[Line]) -> list[Source]:
+def choose_samples(lines: Sequence[Line]) -> list[ShownSource]:
     """The completions for the page, of all that were logged: of training, whole groups that are
     spread over the run; of an evaluation set, the first and the last answer to its first problems.
     """
@@ -98,7 +98,7 @@ def _grouped(lines: Sequence[Line], *keys: str) -> dict[str, list[Line]]:
     return found
 
 
-def _source(name: str, logged: Sequence[Line], budget: int) -> Source:
+def _source(name: str, logged: Sequence[Line], budget: int) -> ShownSource:
     if name == "train":
         groups = _spread(list(_grouped(logged, "step", "prompt_id").values()), MOST_PROMPTS)
     else:
@@ -108,7 +108,7 @@ def _source(name: str, logged: Sequence[Line], budget: int) -> Source:
     share = budget // max(1, len(chosen))
     taken = {id(line) for line in chosen}
     others = _spread([line for line in logged if id(line) not in taken], MOST_OTHERS)
-    return Source(
+    return ShownSource(
         "training" if name == "train" else name,
         tuple(
             Problem(
@@ -145,14 +145,14 @@ def _reward(line: Line) -> str:
     return number_text(reward) if isinstance(reward, int | float) else "failed"
 
 
-def _answer(line: Line, most_tokens: int) -> Answer:
+def _answer(line: Line, most_tokens: int) -> ShownAnswer:
     texts, log_probs = line.get("token_texts"), line.get("log_probs")
     tokens = ()
     if isinstance(texts, list) and isinstance(log_probs, list):
         tokens = tuple(map(_token, texts[:most_tokens], log_probs))
     reward, length = line.get("reward"), line.get("tokens")
     number = settled(reward, 0.0, 1.0) if isinstance(reward, int | float) else 0.0  # failed: bad
-    return Answer(
+    return ShownAnswer(
         step=line["step"],
         reward=_reward(line),
         finish="cut by the length limit" if line.get("finish_reason") == "length" else "",

@@ -19,7 +19,7 @@ MAX_POINTS = 150
 Axis = Literal["step", "hours", "tokens"]
 """The x axis: steps, hours spent in them, or tokens trained on, prompts included."""
 PHASES = ("time/rollout_s", "time/grading_s", "time/training_s")
-"""What a step's time is made of; evaluations are not part of it."""
+"""The phases of a step, whose seconds are its time; evaluations are not part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Series:
     high: Column | None = None
     """The bounds of the band, NaN where there is none."""
     raw: Column | None = None
-    """What ``value`` was before it was smoothed."""
+    """``value`` before smoothing."""
 
 
 def positions(figures: Figures, axis: Axis) -> Column:
@@ -102,18 +102,24 @@ def series_of(figures: Figures, curve: Curve, view: View) -> Series | None:
 
 
 def smooth(series: Series, count: int) -> Series:
-    """Each value as the mean of the last ``count`` points that have one."""
+    """Each value, and the bounds of its band, as the mean of the last ``count`` points that have
+    one.
+    """
     if count < 2:
         return series
-    known = ~np.isnan(series.value)
 
-    def of_window(values: Column) -> Column:
+    def window_sum(values: Column) -> Column:
         sums = np.cumsum(values)
         return sums - np.concatenate([np.zeros(min(count, len(sums))), sums[:-count]])
 
-    with np.errstate(invalid="ignore"):
-        means = of_window(np.where(known, series.value, 0.0)) / of_window(known.astype(np.float64))
-    return replace(series, value=np.where(known, means, np.nan), raw=series.value)
+    def smoothed(values: Column) -> Column:
+        known = ~np.isnan(values)
+        with np.errstate(invalid="ignore"):
+            means = window_sum(np.where(known, values, 0.0)) / window_sum(known.astype(np.float64))
+        return np.where(known, means, np.nan)
+
+    low, high = (None if c is None else smoothed(c) for c in (series.low, series.high))
+    return replace(series, value=smoothed(series.value), low=low, high=high, raw=series.value)
 
 
 def mean_of(several: Sequence[Series]) -> Series:
@@ -186,7 +192,7 @@ class Buckets:
         return filled, begins[filled]
 
     def points(self, series: Series, take: str) -> list[Point]:
-        """What a series has in each bucket where it has any step."""
+        """The points of a series, one for each bucket that has any of its steps."""
         numbers, begins = self._parts(series.x)
 
         def sums(values: Column) -> Column:
@@ -214,7 +220,9 @@ class Buckets:
             low, high = (np.where(several, bound, np.nan) for bound in (low, high))
         has_band = ~np.isnan(low + high)
         low, high = (np.where(has_band, bound, np.nan) for bound in (low, high))
-        columns = (np.where(np.isnan(c), None, c).tolist() for c in (value, low, high, raw))
+        columns = (
+            [None if math.isnan(n) else n for n in c.tolist()] for c in (value, low, high, raw)
+        )
         return list(map(Point, numbers.tolist(), *columns))
 
     def largest(self, series: Series) -> int:

@@ -473,7 +473,7 @@ function turnsOf(messages, rewards) {
 function neighbours(view, name, said, values, ...others) {
   const links = [["previous", "p"], ["next", "n"]].map(([where, key]) => (said[where] === null
     ? el("span.soft", {}, `no ${where}`)
-    : el("a", { href: address(view, { ...values, [name]: said[where] }), "data-key": key, "aria-keyshortcuts": key }, where)));
+    : el("a", { href: address(view, { ...values, [name]: said[where] }), "data-key": key, "aria-keyshortcuts": key }, `${where} (${key})`)));
   return el("nav.neighbours", { "aria-label": "neighbours" }, links, others);
 }
 
