@@ -348,7 +348,7 @@ def test_it_ends_with_whoever_started_it(inside: Launcher, held: tuple[int, int]
     reading, writing = held
     starter = (
         "import sys, time\nfrom isobit.rewards.sandbox import *\n"
-        f"Process('script', {{'code': {SLEEPS!r}}}, Limits(3600, 256 << 20), "
+        f"Process('script', {{'code': {SLEEPS!r}}}, ProcessLimits(3600, 256 << 20), "
         f"launcher(False), pass_fds=({writing},))\nprint('started', flush=True)\n"
         "time.sleep(3600)"
     )

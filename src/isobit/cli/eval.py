@@ -210,14 +210,13 @@ def _score_with_reward_model(arguments: Sequence[str]) -> int:
     )
     set_threads(options)
     with starting():
-        from isobit.commands.score import score_rows, summarise
-        from isobit.run.frozen_models import describe
+        from isobit.commands.score import describe_scores, score_rows, summarise
 
     result = summarise(list(_written(score_rows(options.folder, config), options.out)))
     if options.json:
         print(json_text(asdict(result), indent=2))
     else:
-        print(f"{config.precision.name}: {describe(result)}")
+        print(f"{config.precision.name}: {describe_scores(result)}")
     return 0
 
 

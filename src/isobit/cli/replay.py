@@ -21,6 +21,7 @@ from isobit.cli.start import DiffersError, compare_as_rank, start_ranks, startin
 from isobit.config.base import MAX_PROCESSES
 
 if TYPE_CHECKING:
+    from isobit.commands.diff import RunComparison
     from isobit.parallel.world import World
 
 _COMMAND = Command(
@@ -97,7 +98,7 @@ def _replay(arguments: Sequence[str], world: "World | None") -> int:
     return result.exit_code
 
 
-def _describe(root: Path, result: "Comparison") -> str:
+def _describe(root: Path, result: "RunComparison") -> str:
     from isobit.commands.replay import describe_steps
 
     assert result.steps is not None

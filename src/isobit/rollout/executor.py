@@ -79,11 +79,6 @@ class Executor(ABC, Generic[Runner]):
             self._version = self._runner.version
         return self._runner
 
-    @property
-    def is_released(self) -> bool:
-        """Whether the runner and its cache have been given back, and nothing needed them since."""
-        return self._runner is None
-
     def release(self) -> None:
         """Give the runner and its cache back, which nobody uses."""
         self._runner = None
