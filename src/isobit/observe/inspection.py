@@ -369,7 +369,7 @@ def _measure(
             on_matrix(done, len(sites))
 
 
-def _formats(tensors: Checkpoint) -> tuple[FormatFigures, ...]:
+def _formats(tensors: FolderCheckpoint) -> tuple[FormatFigures, ...]:
     """Sizes by format, that with most numbers first; scales are counted separately."""
     found: dict[str, list[torch.Tensor]] = {}
     for tensor in tensors.tensors.values():

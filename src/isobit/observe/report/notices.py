@@ -6,8 +6,7 @@ import numpy as np
 
 from isobit.config.algorithm_rules import ONE_SAMPLE
 from isobit.observe.run_record import RunRecord
-from isobit.records.no_signal import REASONS_WITHOUT_SIGNAL
-from isobit.records.no_signal import describe_reasons as describe_untaught
+from isobit.records.no_signal import REASONS_WITHOUT_SIGNAL, describe_reasons
 
 TRUNCATED = 0.05
 """A larger share of the last step's completions at the length limit is a notice."""
@@ -34,7 +33,7 @@ def notices(record: RunRecord) -> Iterator[str]:
     if without_signal := record.total("updates/without_signal"):
         without = np.sum(is_training & (record.figures.column("updates/taken") == 0))
         untaught = {name: record.total(f"no_signal/{name}") for name in REASONS_WITHOUT_SIGNAL}
-        why = f" ({describe_untaught(untaught, advise=True)})" if any(untaught.values()) else ""
+        why = f" ({describe_reasons(untaught, advise=True)})" if any(untaught.values()) else ""
         yield (
             f"{without_signal:,.0f} updates had nothing to learn from; no weight changed in "
             f"{without:,} of {np.sum(is_training):,} steps{why}"
