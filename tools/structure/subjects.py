@@ -169,5 +169,5 @@ def _commands(main: Any) -> list[str]:
     for name, node in _definitions(main) if main is not None else ():
         table = getattr(node, "value", None)
         if name == "COMMANDS" and isinstance(table, ast.Dict):
-            return [key.value for key in table.keys if isinstance(key, ast.Constant)]
+            return [str(key.value) for key in table.keys if isinstance(key, ast.Constant)]
     return []
