@@ -64,7 +64,7 @@ def compare_as_rank(
 
 def start_ranks(command: str, arguments: Sequence[str], ranks: int, threads: int | None) -> None:
     """Run the same command line in ``ranks`` processes, whose output goes to this one's stdout.
-    Raises as ``isobit.run.launch.launch`` does.
+    Raises as ``isobit.launch.local.launch`` does.
     """
     from isobit.launch.local import launch
 

@@ -137,12 +137,17 @@ class Run(ABC, Generic[Config, Data]):
         per_step = config.training.prompts_per_step
         self.sampler = PromptSampler(plan.data.prompts, per_step, config.seed, config.data.shuffle)
         self.inputs: Mapping[str, str] = plan.inputs
-        self.extras: dict[str, Extra] = {}
+        self.extras = self._frozen_extras()
         """What else a checkpoint holds, by the name of its file."""
+
+    def _frozen_extras(self) -> dict[str, Extra]:
+        """The models beside the policy, whose digests a checkpoint holds."""
+        extras: dict[str, Extra] = {}
         if self.teacher is not None:
-            self.extras["teacher"] = self.teacher
+            extras["teacher"] = self.teacher
         if len(self.reward_models):
-            self.extras["reward_models"] = self.reward_models
+            extras["reward_models"] = self.reward_models
+        return extras
 
     def _planned_memory(
         self, plan: Plan[Config, Data], device: torch.device, learns: bool, slots: Slots
