@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from isobit.config.environment import ToolFormat
@@ -103,14 +103,26 @@ def test_calls_are_read_as_they_were_meant_behind_any_thinking(
     begun: bool,
     inside: str,
 ) -> None:
-    """Whatever the thinking holds, and whoever has begun it."""
+    """Whatever the thinking holds, and whoever has begun it; a draft of a call with a mark of
+    thinking in it might be either.
+    """
     text, ahead = written(calls, form), ""
     if thought:
         draft = written([("draft", {}), *calls], form)
+        assume(not any(tag in draft for tag in TAGS))
         ahead = f"{'' if begun else thought[0]}{inside}\n{draft}{thought[1]}"
     names = ["draft", *(name for name, _ in calls)]
     said = read_turn(ahead + text, form, names, is_thinking=bool(thought) and begun)
     assert said == Said(ahead, [ToolCall(name, arguments) for name, arguments in calls])
+
+
+def test_thinking_ends_with_the_mark_that_closes_its_own() -> None:
+    draft = '{"name": "add", "parameters": {"a": "[/THINK]", "<|python_tag|>": 1}}'
+    call = '{"name": "add", "parameters": {"a": 1}}'
+    text = f"<think>{draft}</think>"
+    assert read_turn(text + call, "llama3", ["add"], False) == Said(
+        text, [ToolCall("add", {"a": 1})]
+    )
 
 
 @pytest.mark.parametrize("form", FORMATS)
