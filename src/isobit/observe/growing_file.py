@@ -34,8 +34,8 @@ class GrowingFile(ABC):
         """A number that changes with what is known of the file."""
         self.position, self.size, self.damaged = 0, 0, 0
         """Bytes that were read, bytes that are there, lines that cannot be read."""
-        self._lines_read, self._is_torn = 0, False
-        """Whole lines that were read; whether an unfinished one follows them."""
+        self._lines_read, self._rest = 0, b""
+        """Whole lines that were read; the unfinished one behind them."""
         self._identity, self._last, self._in_long_line = (0, 0), b"", False
         self._clear()
 
@@ -45,9 +45,16 @@ class GrowingFile(ABC):
         return self.position >= self.size
 
     def read_whole(self, problems: list[str]) -> None:
-        """Read to the end; what is missing or damaged becomes a sentence among the problems."""
+        """Read to the end, once; what is missing or damaged becomes a sentence among the problems.
+        A last line without its end counts where it is an object.
+        """
         self.look(math.inf)
-        damaged, lines = self.damaged + self._is_torn, self._lines_read + self._is_torn
+        damaged, lines = self.damaged, self._lines_read
+        if self._rest:
+            content = parsed_line(self._rest)
+            damaged, lines = damaged + (content is None), lines + 1
+            if content is not None:
+                self._take(self.position, content)
         if not self.path.is_file():
             problems.append(f"{self.path.name} is missing: the page lacks what it holds")
         elif damaged:
@@ -83,7 +90,7 @@ class GrowingFile(ABC):
         if self.position:
             self.version += 1
         self.position, self.size, self.damaged = 0, 0, 0
-        self._lines_read, self._is_torn = 0, False
+        self._lines_read, self._rest = 0, b""
         self._identity, self._last, self._in_long_line = (0, 0), b"", False
         self._clear()
 
@@ -92,7 +99,7 @@ class GrowingFile(ABC):
             line = file.readline(LONGEST_LINE)
             is_whole = line.endswith(b"\n")
             if not is_whole and len(line) < LONGEST_LINE:
-                self.size, self._is_torn = self.position, bool(line)
+                self.size, self._rest = self.position, line
                 return
             at, self.position = self.position, self.position + len(line)
             self._last = line[-HEAD:]

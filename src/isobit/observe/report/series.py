@@ -221,7 +221,8 @@ class Buckets:
         has_band = ~np.isnan(low + high)
         low, high = (np.where(has_band, bound, np.nan) for bound in (low, high))
         columns = (
-            [None if math.isnan(n) else n for n in c.tolist()] for c in (value, low, high, raw)
+            [None if math.isnan(number) else number for number in column.tolist()]
+            for column in (value, low, high, raw)
         )
         return list(map(Point, numbers.tolist(), *columns))
 
