@@ -116,15 +116,6 @@ def test_calls_are_read_as_they_were_meant_behind_any_thinking(
     assert said == Said(ahead, [ToolCall(name, arguments) for name, arguments in calls])
 
 
-def test_thinking_ends_with_the_mark_that_closes_its_own() -> None:
-    draft = '{"name": "add", "parameters": {"a": "[/THINK]", "<|python_tag|>": 1}}'
-    call = '{"name": "add", "parameters": {"a": 1}}'
-    text = f"<think>{draft}</think>"
-    assert read_turn(text + call, "llama3", ["add"], False) == Said(
-        text, [ToolCall("add", {"a": 1})]
-    )
-
-
 @pytest.mark.parametrize("form", FORMATS)
 @given(calls=CALLS, inside=TEXT.filter(lambda text: not any(tag in text for tag in TAGS)))
 def test_nothing_inside_thinking_is_a_call(
