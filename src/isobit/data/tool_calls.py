@@ -95,8 +95,6 @@ class TurnReader:
         self._form: ToolFormat = form
         self._tools, self._is_thinking = frozenset(tools), is_thinking
         self._events = _events(form, tuple(sorted(self._tools)))
-        self._inside = _INSIDE[None]
-        """Matches the end of the thinking that has begun."""
         self._is_start = True
         """Whether nothing but white space stands behind the turn's beginning or its thinking."""
         self._held: list[str] = []
@@ -117,7 +115,7 @@ class TurnReader:
         text, place = self.held + text, 0
         event = self._next(text, place)
         while event.lastgroup in ("opens", "closes"):
-            self._cross(event)
+            self._cross(event.lastgroup == "opens")
             place = event.end()
             event = self._next(text, place)
         end = event.start()
@@ -137,7 +135,7 @@ class TurnReader:
             if kind in ("opens", "closes"):
                 if kind == "closes" and not self._is_thinking:
                     calls.clear()
-                self._cross(event)
+                self._cross(kind == "opens")
                 continue
             left -= 1
             here = list[Parsed]([MalformedCall("it is not read")])
@@ -157,7 +155,7 @@ class TurnReader:
         what may still become one of them.
         """
         if self._is_thinking:
-            match = self._inside.search(text, place)
+            match = _INSIDE.search(text, place)
         else:
             bare = self._form == "llama3" and self._is_start
             match = _BARE.match(text, place) if bare else None
@@ -165,9 +163,8 @@ class TurnReader:
         assert match is not None  # the end of the text fits
         return match
 
-    def _cross(self, event: re.Match[str]) -> None:
-        self._is_thinking, self._is_start = event.lastgroup == "opens", True
-        self._inside = _INSIDE[event.groupdict().get("opens")]
+    def _cross(self, opens: bool) -> None:
+        self._is_thinking, self._is_start = opens, True
 
     def _read(self, kind: str, text: str, place: int) -> tuple[list[Parsed], int]:
         if kind == "bare":
@@ -195,17 +192,9 @@ def _begun(mark: str) -> str:
     return pattern
 
 
-_CLOSING = {"<thinking>": "</thinking>", "<think>": "</think>", "[THINK]": "[/THINK]"}
-_OPENS_BEGUN = "|".join(map(_begun, _CLOSING))
-_CLOSES_BEGUN = "|".join(map(_begun, _CLOSING.values()))
-_INSIDE: Mapping[str | None, re.Pattern[str]] = {
-    None: re.compile(rf"(?P<closes>{THOUGHT.pattern})|{_CLOSES_BEGUN}|\Z"),
-    **{
-        opens: re.compile(rf"(?P<closes>{re.escape(closes)})|{_begun(closes)}|\Z")
-        for opens, closes in _CLOSING.items()
-    },
-}
-"""By what has opened the thinking, None where the prompt has: then any mark closes it."""
+_OPENS_BEGUN = "|".join(map(_begun, ("<thinking>", "<think>", "[THINK]")))
+_CLOSES_BEGUN = "|".join(map(_begun, ("</thinking>", "</think>", "[/THINK]")))
+_INSIDE = re.compile(rf"(?P<closes>{THOUGHT.pattern})|{_CLOSES_BEGUN}|\Z")
 _BARE = re.compile(r"\s*+(?:(?P<bare>(?=\{))|\Z)")
 
 
