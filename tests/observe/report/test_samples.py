@@ -5,6 +5,7 @@ The precision flow out of the manifest.
 
 from pathlib import Path
 
+from isobit.observe.figures import Figures
 from isobit.observe.report.flow_view import view_flow
 from isobit.observe.report.samples import MOST_PROMPTS, MOST_TOKENS, choose_samples
 from isobit.observe.run_record import RunRecord
@@ -90,7 +91,7 @@ def test_a_completion_without_tokens_is_shown_as_text() -> None:
 
 
 def record(run: dict) -> RunRecord:
-    return RunRecord(Path("runs/x"), run, {}, (), True, {}, False, ())
+    return RunRecord(Path("runs/x"), run, Figures.of_rows({}), (), True, {}, False, ())
 
 
 def test_a_flow_has_its_options() -> None:
