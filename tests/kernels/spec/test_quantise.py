@@ -18,6 +18,7 @@ from isobit.kernels.spec.quantise import (
     publish,
     publish_head,
     quantise_blocks,
+    quantise_heads,
     quantise_rows,
     quantise_tokens,
     republish,
@@ -241,3 +242,14 @@ def test_an_int8_head_has_the_rows_of_a_linear_and_its_table_and_is_written_in_p
     table.neg_()
     before, again = made.int8.values.clone(), publish_head(site, table, made)
     assert again is made and torch.equal(made.int8.values, -before)
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_a_given_scale_hides_no_vector_that_is_not_finite(wrong: float) -> None:
+    x = torch.randn(3, 2, 8)
+    x[1, 0, 5] = wrong
+    given = torch.full((3, 2), 120, dtype=torch.uint8)
+    scales = quantise_heads(x, given)[1]
+    expected = given.clone()
+    expected[1, 0] = 255
+    assert torch.equal(scales, expected)
