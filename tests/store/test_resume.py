@@ -5,12 +5,14 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from isobit.models.safetensors import Slice
+from isobit.store import resume
 from isobit.store.checkpoint import MANIFEST, MASTERS, OPTIMISER, STATE, Snapshot, write_checkpoint
 from isobit.store.directory import RunDirectory
 from isobit.store.newest import newest_usable
@@ -138,3 +140,26 @@ def assert_passed_over(directory: RunDirectory, path: Path) -> str:
     assert lines[0].startswith("checkpoint step_000002 cannot be used: ")
     assert lines[1:] == ["using the one before it: step_000001"]
     return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "allowed", "forgotten"),
+    [
+        ("reward.function.source", ["reward"], ["rewards"]),
+        ("environment.class.source", ["environment"], ["answers"]),
+        ("training.learning_rate", ["training.learning_rate"], []),
+    ],
+)
+def test_what_others_gave_ahead_of_the_checkpoint_is_not_given_again(
+    changed: str, allowed: list[str], forgotten: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "notes", lambda *_: [])
+    dropped: list[str] = []
+    start: Any = SimpleNamespace(
+        changed={changed: ["a", "b"]},
+        allowed=allowed,
+        rewards=SimpleNamespace(forget_ahead=lambda: dropped.append("rewards")),
+        answers=SimpleNamespace(forget_ahead=lambda: dropped.append("answers")),
+    )
+    resume.Start._say_changes(start, Any, {})
+    assert dropped == forgotten
