@@ -7,11 +7,10 @@ import torch
 
 from isobit.config.precision import PrecisionConfig
 from isobit.kernels.hopper import sizes
-from isobit.kernels.hopper.attend import HopperKvCache
+from isobit.kernels.hopper.attend import PAGE_TOKENS, HopperKvCache
 from isobit.kernels.hopper.attention import SCALES
 from isobit.kernels.hopper.linear import joined_rows
 from isobit.kernels.hopper.quantise import QuantRows
-from isobit.kernels.spec.paged_attention import PAGE_TOKENS
 from isobit.precision.flow import LinearShape, PrecisionFlow, build_flow
 from isobit.precision.quant_tensor import DTYPES, E4M3, EIGHT_BITS
 from isobit.util.errors import ConfigError
