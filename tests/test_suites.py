@@ -36,6 +36,7 @@ def test_property(value): pass
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("words", "passed", "examples"),
     [([], 1 + 10 + 2 + 1, "10 5"), (["--all"], 40, "100 20"), (["--rest"], 40 - 14 + 1, "100 20")],

@@ -67,6 +67,7 @@ def leaves(scores: TokenScores) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return scores.log_probs, scores.entropies, scores.values
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize(("kind", "keys"), VARIANTS)
 def test_gradients_agree_with_finite_differences(
     kind: type[LossConfig], keys: dict[str, Any]

@@ -74,6 +74,7 @@ def recipe_of(folder: Path, case: str) -> str:
     return str(recipe)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_closed_file_or_folder_is_named(tmp_path: Path) -> None:
     with TemporaryDirectory() as name:  # pytest closes its own to others

@@ -28,6 +28,7 @@ def lines(shown: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.exhaustive
 def test_this_machine_passes(tmp_path, monkeypatch, capsys):
     """With half the tokens of the starter model's check."""
     monkeypatch.setattr(doctor, "_SMALL", replace(doctor._SMALL, max_new_tokens=6))
@@ -48,6 +49,7 @@ def test_this_machine_passes(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_gemm_fails_by_name_with_a_fix(no_starter, tmp_path, monkeypatch, capsys):
     exact = linear.fp8_gemm_nt
     monkeypatch.setattr(linear, "fp8_gemm_nt", lambda a, b: exact(a, b).bfloat16().float())
@@ -67,6 +69,7 @@ def found(name: str, status: str, capsys, directory) -> Iterator[None]:
     assert code == (1 if status == "FAIL" else 0)
 
 
+@pytest.mark.exhaustive
 def test_what_surrounds_it(no_starter, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "kernel_checks", lambda threads: [])
     monkeypatch.setattr(doctor, "quantiser_checks", list[Check])

@@ -54,6 +54,7 @@ def test_two_processes_that_share_the_model_find_what_one_finds(tmp_path, capsys
     assert json.loads(out.read_text()) == alone
 
 
+@pytest.mark.exhaustive
 def test_what_graders_count_and_which_references_are_unusable_is_printed(tmp_path, capsys):
     data = tmp_path / "sums.jsonl"
     answers = ["so\\n#### 9999", None, "8888"]

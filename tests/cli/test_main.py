@@ -32,7 +32,7 @@ def command_that(raises: BaseException):
     return lambda name: Command
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "words",
     [

@@ -154,6 +154,7 @@ def test_all_steps_are_equal_and_nothing_is_written(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("step", "first"), [(1, 0), (2, 0), (3, 3), (4, 3), (6, 5)])
 def test_a_step_is_done_from_the_checkpoint_before_it(step: int, first: int, whole: Path) -> None:
     result = replay(whole, step)
@@ -194,6 +195,7 @@ def test_a_run_that_was_resumed_is_replayed(
     assert found(replay(root, 6)) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("step", [None, 6])
 def test_a_byte_of_the_trained_model(step: int | None, run: Path) -> None:
     path = run / "model" / "model.safetensors"
@@ -215,6 +217,7 @@ def flip_byte_of(file: str, step: int, run: Path) -> Path:
     return path
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("file", "step"), list(zip(PARTS, (4, 5, 5), strict=True)))
 def test_a_byte_of_a_checkpoint(file: str, step: int, run: Path) -> None:
     path = flip_byte_of(file, 4, run)
@@ -307,6 +310,7 @@ def test_rewards_of_evaluations(run: Path) -> None:
 KEYS = ("completion", "token_texts", "log_probs", "reward", "prompt")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "places",
     [
@@ -341,6 +345,7 @@ def change_digests(run: Path, names: Sequence[str]) -> None:
     change_line(run / "digests.jsonl", lambda line: line["step"] == 3, change)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["weights", "masters", "moments"])
 def test_a_digest_of_what_a_step_left(name: str, run: Path) -> None:
     """No later step could be equal."""
@@ -361,6 +366,7 @@ def test_digests_of_what_a_step_was_given(run: Path) -> None:
     assert "step 3: tokens, log_probs, rewards differ in digests.jsonl" in said
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("file", ["digests.jsonl", "rewards.jsonl", "completions.jsonl"])
 def test_a_line_that_is_no_line_any_more(file: str, run: Path) -> None:
     path = run / file
@@ -464,6 +470,7 @@ def by_a_rank(world: World, root: str) -> list[list[Any]]:
     return [list(one) for one in found(replay(Path(root), world=world))]
 
 
+@pytest.mark.exhaustive
 def test_several_processes_find_the_same(run: Path) -> None:
     flip_byte(run / "checkpoints" / "step_000004" / "masters.safetensors", 5000)
     change_line(

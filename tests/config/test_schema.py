@@ -88,7 +88,7 @@ def test_the_page_of_all_keys_lists_every_key() -> None:
     assert all(len(line.split(" | ")) == 4 for line in page.splitlines() if line.startswith("| `"))
 
 
-@pytest.mark.few(11)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem
 )
@@ -103,6 +103,7 @@ def test_every_recipe_names_its_schema_and_fits_it(recipe: Path) -> None:
     assert isinstance(load_recipe(model, recipe), model)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "wrong",
     [

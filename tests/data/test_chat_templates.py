@@ -141,7 +141,7 @@ def ours(
     return prompt.text, list(prompt.token_ids)
 
 
-@pytest.mark.few(71)
+@pytest.mark.few(37)
 @pytest.mark.parametrize("name", CONVERSATIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_and_tokens_are_those_of_transformers(family: str, name: str) -> None:
@@ -214,6 +214,7 @@ def test_arguments_as_json_text_are_not_quoted_again(family: str) -> None:
         assert text == ours(family, [SYSTEM, USER, CALL, RESULT], TOOLS)[0]
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_field_of_a_message_can_spell_a_control_token(family: str) -> None:
     """Whatever a dataset's texts are: calls, results, thoughts, tools and variables."""

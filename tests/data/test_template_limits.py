@@ -120,7 +120,7 @@ def test_the_limits_grow_with_the_conversation() -> None:
         Allowance("x").expect(5 * 10**7)
 
 
-@pytest.mark.few(15)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("turns", "size"), [(200, 2_500), (1, 500_000)])
 def test_conversations_of_a_megabyte_are_rendered_as_ever(

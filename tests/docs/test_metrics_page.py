@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.reward import RewardConfig
 from isobit.records.metrics import METRICS
@@ -94,6 +96,7 @@ def first_token(prompt: Prompt, completion: Completion) -> float:
     return completion.token_ids[0] / 100
 
 
+@pytest.mark.exhaustive
 def test_runs_write_every_metric_of_the_table_and_no_other(
     make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:

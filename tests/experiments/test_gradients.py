@@ -88,6 +88,7 @@ def test_what_is_missed_has_a_reason(found: list[Outcome]) -> None:
     assert made["all"]["caught"] > 0 < made["all"]["masked"]
 
 
+@pytest.mark.exhaustive
 def test_nothing_that_a_forward_of_the_rollout_reads_is_missed(found: list[Outcome]) -> None:
     """The cache and the activations of sampling: the recorded log-probabilities say."""
     at_risk = [one for one in found if one.where.startswith(("cache", "rollout", "repeat"))]

@@ -126,6 +126,7 @@ def test_answers_in_another_flow_stand_in_the_table() -> None:
     assert cells_of([*rows_of_arm, small("fp8", 2)])[name] == "50.0% (bf16)"
 
 
+@pytest.mark.exhaustive
 def test_sites_stand_beside_what_they_are_compared_with() -> None:
     """The runs of ``multiply`` of the same seeds, ``bf16`` and ``fp8`` alone."""
     multiply = [

@@ -55,6 +55,7 @@ def test_one_gpu_takes_what_it_was_measured_to_take(monkeypatch: pytest.MonkeyPa
     roll.cache_clear()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scaling_", __main__.SCALINGS)
 def test_nobody_is_faster_than_one_that_waits_for_none(scaling_: __main__.Scaling) -> None:
     found = list(rows(MODEL, scaling_, (1, 2, 8, 16), seeds=(0,)))

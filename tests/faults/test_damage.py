@@ -59,7 +59,7 @@ DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "damage", "reason"), DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     name: str,

@@ -66,7 +66,7 @@ def data_of(kind: str, parts: Path) -> dict[str, Any]:
 KINDS = ["list", "mixture", "streaming", "streamed mixture", "epochs"]
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_dies_twice_and_goes_on_leaves_the_same_files(
     kind: str,
@@ -97,7 +97,7 @@ def test_a_run_that_dies_twice_and_goes_on_leaves_the_same_files(
     assert len(json_lines(whole.output / "digests.jsonl")) == 6
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["list", "mixture"])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_streamed_prompts_leave_the_bytes_of_prompts_in_memory(

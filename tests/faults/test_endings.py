@@ -223,7 +223,7 @@ def test_another_run_in_the_place_of_a_removed_directory_is_left_alone(
     assert not list(config.output.iterdir())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", ["completions.jsonl", "metrics.jsonl", "rewards.jsonl", "digests.jsonl"]
 )

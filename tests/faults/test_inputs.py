@@ -105,7 +105,7 @@ def edited(inputs: Path, request: pytest.FixtureRequest) -> Any:
     (inputs / name).write_bytes(before)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("edited", EDITS, indirect=True)
 def test_an_edited_input_is_refused_with_a_table(edited: str, finished: RunConfig) -> None:
     before = written(finished.output)

@@ -100,7 +100,7 @@ def test_the_change_is_journalled_and_said_and_decides_bits(
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("step", [STEP, 4, 5])
 def test_a_killed_run_makes_the_change_again_without_running_out_of_memory(
     step: int,

@@ -117,6 +117,7 @@ def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
     wait_for_the_end_of(pids)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_reaches_all_once(number: signal.Signals, tmp_path: Path) -> None:
     launcher = started(tmp_path, "sleep")

@@ -18,6 +18,7 @@ from tests.worlds import environment, free_port
 PROGRAM = str(Path(__file__).with_name("trained.py"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("case", "text"),
     [
@@ -33,6 +34,7 @@ def test_an_error_under_our_launcher(case: str, text: str, tmp_path: Path) -> No
     assert "no such file" not in (tmp_path / "log").read_text()
 
 
+@pytest.mark.exhaustive
 def test_a_fault_shows_its_traceback() -> None:
     with pytest.raises(RankError, match="ZeroDivisionError: no such file") as failed:
         launch([PROGRAM, "fault"], 2, threads=1)
@@ -40,6 +42,7 @@ def test_a_fault_shows_its_traceback() -> None:
     assert " ended with exit code 1 in training after " in str(failed.value)
 
 
+@pytest.mark.exhaustive
 def test_a_fault_is_named_before_the_frames_that_torch_prints_behind_it() -> None:
     """torch.distributed prints dozens when the store goes, over the traceback."""
     with pytest.raises(RankError) as failed:
@@ -114,6 +117,7 @@ def waiting(tmp_path_factory: pytest.TempPathFactory) -> Waiting:
         )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dead", DEATHS)
 def test_a_rank_dies_and_no_launcher_ends_the_other(dead: int, waiting: Waiting) -> None:
     """It waits, as for NCCL, for ever."""
@@ -124,7 +128,7 @@ def test_a_rank_dies_and_no_launcher_ends_the_other(dead: int, waiting: Waiting)
     assert DEATHS[dead] in re.sub(r"process \d+", "process ..", said)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", HANGS)
 def test_what_never_ends_is_ended(case: str, waiting: Waiting) -> None:
     end = waiting.hangs[case].end()

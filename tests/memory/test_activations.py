@@ -48,6 +48,7 @@ def held_bytes(frozen: FrozenPolicy) -> int:
     return storage_bytes(published_tensors(frozen, ["training"]))
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("shape", list(SHAPES))
 @pytest.mark.parametrize("preset", PRESETS)
 def test_planned_bytes_are_those_of_the_tensors(preset: Preset, shape: str) -> None:
@@ -59,7 +60,7 @@ def test_planned_bytes_are_those_of_the_tensors(preset: Preset, shape: str) -> N
     assert model.checkpoint_bytes(spec_sizes) == saved
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "int8", "fp8-rollout"])
 @pytest.mark.parametrize("shape", ["qwen3-8b", "qwen3-0.6b", "qwen2.5-7b"])
 def test_bytes_on_a_gpu_are_exact_and_what_scoring_takes_is_near(

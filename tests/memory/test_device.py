@@ -55,7 +55,7 @@ def test_the_pass_of_a_real_model_takes_what_is_planned(
     check_passes(replace(model_shape(shape), num_layers=4), preset)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("preset", ["fp8", "int8", "mixed"])
 @pytest.mark.parametrize("shape", ["smollm2-135m", "smollm2-360m"])
 def test_so_does_that_of_a_model_with_short_blocks(
@@ -91,6 +91,7 @@ def test_so_does_that_of_adapters(
 LLAMA_70B = ModelConfig("llama", 128256, 8192, 28672, 80, 64, 8, 128, 8192, 1e-5, 5e5, False)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("config", "card", "recompute", "least"),
     [
@@ -183,6 +184,7 @@ def test_scalar_heads_are_within_what_is_planned(
     check_passes(replace(QWEN3_8B, num_layers=4, **{head: True}), "fp8")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recompute", LEVELS)
 def test_experts_are_within_what_is_planned(
     recompute: Recompute, monkeypatch: pytest.MonkeyPatch

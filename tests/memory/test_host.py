@@ -39,6 +39,7 @@ SHAPES = ["qwen3", "qwen2", "value head", "reward model", "adapters"]
 PRESETS: list[Preset] = ["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8", "int8-rollout", "int8"]
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("shape", [QWEN3, QWEN2, VALUES, REWARD, ADAPTED], ids=SHAPES)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_published_weights_and_pages_are_exact(shape: ModelConfig, preset: Preset) -> None:
@@ -94,7 +95,7 @@ def pass_bytes(policy: Policy, tokens: int, length: int, recompute: Recompute) -
     return kept, live.peak
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recompute", get_args(Recompute))
 @pytest.mark.parametrize("shape", [QWEN3, QWEN2, VALUES, REWARD, ADAPTED], ids=SHAPES)
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8", "int8"])

@@ -23,7 +23,7 @@ LORA_8B = replace(QWEN3_8B, lora=Lora(32, 64.0, LORA_TARGETS))
 LONG_8B = replace(QWEN3_8B, max_positions=131072)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
@@ -145,6 +145,7 @@ def test_each_way_out_works(case: str) -> None:
         planner.plan(RolloutConfig.model_validate(new["rollout"]), settings, length)
 
 
+@pytest.mark.exhaustive
 def test_a_way_out_is_looked_for_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """All settings on all numbers of GPUs took 1,300 computations, and 43 s for 70B."""
     count = 0

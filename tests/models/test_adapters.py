@@ -70,7 +70,7 @@ def tokens(policy: Policy, seed: int = 3) -> torch.Tensor:
     return torch.randint(policy.config.vocab_size, (sum(LENGTHS),), generator=generator)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("preset", FLOWS)
 def test_rollout_and_training_are_one_function_in_which_adapters_count(
@@ -111,7 +111,7 @@ def gradients(policy: Policy, recompute: Recompute = "none") -> dict[str, torch.
     return {name: master.grad for name, master in policy.masters.items() if master.grad is not None}
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("lora", [ALL, SOME])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_of_the_merged_matrices(family: Family, lora: Lora) -> None:
@@ -149,7 +149,7 @@ def test_gradients_are_those_of_the_merged_matrices(family: Family, lora: Lora) 
         torch.testing.assert_close(d_b, s * dw @ a.t(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
 def test_gradients_do_not_depend_on_what_is_computed_again(preset: str) -> None:
     policy = make(preset, family="qwen2")
@@ -165,6 +165,7 @@ def test_gradients_do_not_depend_on_what_is_computed_again(preset: str) -> None:
         assert all(torch.equal(grad, other[name]) for name, grad in found[0].items())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
 def test_gradients_in_low_precision_are_near_those_in_fp32(preset: str) -> None:
     found, exact = gradients(make(preset)), gradients(make("fp32"))
@@ -227,6 +228,7 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SpecBackend, "rounds_alone", True)
 
 
+@pytest.mark.few(3)
 @pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize("lora", [ALL, SOME])
 @pytest.mark.parametrize("preset", ["fp32", "fp8", "fp8-rollout"])

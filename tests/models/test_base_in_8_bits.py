@@ -149,7 +149,7 @@ def test_a_folder_of_several_files_is_read_a_matrix_at_a_time(preset: Any, tmp_p
     assert most < 3 * largest + (6 << 20) < stored / 4, (most, largest)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("preset", ["int8", "int8-linear"])
 def test_an_int8_folder_samples_what_its_model_does(preset: str, base: Path, int8: Path) -> None:
     """Integers are equal, and scales where sqrt(n) is a power of two; others in all but one unit
@@ -216,6 +216,7 @@ def test_other_layouts_of_compressed_tensors_are_refused(
         load_policy(int8, "int8", trainable=False)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [

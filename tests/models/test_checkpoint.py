@@ -130,7 +130,7 @@ def buffers_of(config: ModelConfig, dtype: torch.dtype) -> Tensors:
     return {name: values.to(dtype).contiguous() for name, values in found.items()}
 
 
-@pytest.mark.few(18)
+@pytest.mark.few(11)
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])

@@ -46,6 +46,7 @@ def test_no_log_probability_differs(threads: int, avx2: bool) -> None:
         assert instructions == "AVX2"
 
 
+@pytest.mark.exhaustive
 def test_the_control_differs() -> None:
     for threads in (1, 2, 4):
         differing, _ = with_all_instructions(threads)

@@ -46,6 +46,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_round_trip_and_transformers(family: Family, tied: bool, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def masters_of(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: master.detach() for name, master in policy.masters.items()}
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("shape", list(SHAPES))
 @pytest.mark.parametrize("preset", PRESETS)
 def test_log_probs_are_the_policys_until_it_moves_and_again_when_it_is_taken(
@@ -200,6 +200,7 @@ def test_a_folder_is_read_one_master_at_a_time(
         FrozenPolicy.load(tmp_path / "none", PrecisionConfig())
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("shape", list(SHAPES))
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
 def test_tensors_put_another_one_where_this_one_was(preset: Preset, shape: str) -> None:

@@ -124,6 +124,7 @@ def test_recomputation_changes_no_bit(preset: Preset) -> None:
     assert all(bool(grad.any()) for grad in without.values())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_sequence_alone_has_the_same_scores_and_routings(preset: Preset) -> None:
     policy = make(preset=preset)

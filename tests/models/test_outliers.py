@@ -69,7 +69,7 @@ def test_a_folded_model_is_the_same_function(name: str, factor: float) -> None:
     assert distance(log_probs(SHAPES[name], "fp32", moved), exact) < 2e-6
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("factor", [2.0**4, 2.0**8, 2.0**14])
 def test_int8_loses_no_more_than_without_outliers(

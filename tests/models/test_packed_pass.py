@@ -189,7 +189,7 @@ def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
     return float((ours.double() - exact.double()).norm() / exact.double().norm())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
 @pytest.mark.parametrize("kv_heads", [2, 4], ids=["grouped", "a KV head for each"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
@@ -211,7 +211,7 @@ def test_gradients_are_those_of_autograd(family: Family, kv_heads: int, tied: bo
         assert error(ours[name], gradient) < 3 * error(yardstick[name], gradient) + 1e-6, name
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("flow", ["bf16", "fp8-linear", "fp8", "int8-linear", "int8", "mixed"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_gradients_in_lower_precision_are_near_those(family: Family, flow: str) -> None:
@@ -224,7 +224,7 @@ def test_gradients_in_lower_precision_are_near_those(family: Family, flow: str) 
         assert float(ours.norm() / exact[name].norm()) == pytest.approx(1, abs=0.1), name
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("flow", FLOWS)
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 def test_computing_again_changes_no_bit(family: Family, flow: str) -> None:
@@ -234,7 +234,7 @@ def test_computing_again_changes_no_bit(family: Family, flow: str) -> None:
         assert all(torch.equal(saved[name], other[name]) for name in saved)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("flow", FLOWS)
 def test_gradients_of_two_passes_add_up(flow: str) -> None:
     """One addition of one finished sum an element: twice the gradient to the bit.  A tied embedding
@@ -245,7 +245,7 @@ def test_gradients_of_two_passes_add_up(flow: str) -> None:
     assert all(torch.equal(twice[name], once[name] + once[name]) for name in once)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recompute", LEVELS)
 @pytest.mark.parametrize("flow", FLOWS)
 def test_the_forward_has_the_bits_of_the_decoder(flow: str, recompute: Recompute) -> None:
@@ -261,6 +261,7 @@ def test_the_forward_has_the_bits_of_the_decoder(flow: str, recompute: Recompute
     assert torch.equal(scores.entropies, passed.entropies)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("preset", ["fp32", "fp8", "int8"])
 def test_a_sequence_has_no_say_in_the_forward_of_another(preset: Preset) -> None:
     policy = make("qwen3", PrecisionConfig(preset=preset))
@@ -289,6 +290,7 @@ class OtherMlp(Mlp):
         return super().backward(weights, gradient, saved["saved"], d, routes)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recompute", LEVELS)
 def test_what_an_mlp_saves_is_its_own_matter(recompute: Recompute) -> None:
     """A pass gives back to a unit what that has saved, whatever it is."""

@@ -39,6 +39,7 @@ def exact(policy: Policy, dtype: torch.dtype, others: OtherGradients) -> Gradien
     return PlainDecoder(policy, dtype).gradients(*make_batch(64), others)[1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
 def test_values_and_all_gradients_are_those_of_autograd(tied: bool) -> None:
     """Against FP64, with the same decoder in FP32 as the yardstick."""
@@ -55,7 +56,7 @@ def test_values_and_all_gradients_are_those_of_autograd(tied: bool) -> None:
         assert error(ours[name], gradient) < 3 * error(yardstick[name], gradient) + 1e-6, name
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("flow", ["bf16", "fp8", "int8", "mixed"])
 def test_gradients_in_lower_precision_are_near_those(flow: str) -> None:
     policy, others = make("qwen3", FLOWS[flow], head="value"), some_others()
@@ -74,7 +75,7 @@ def test_computing_again_changes_no_bit(flow: str) -> None:
         assert all(torch.equal(saved[name], other[name]) for name in saved)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("flow", FLOWS)
 def test_a_value_head_changes_nothing_else(flow: str) -> None:
     """Scores and gradients of the loss by the log-probabilities alone."""
@@ -153,7 +154,7 @@ def test_a_reward_models_scores_and_gradients_are_those_of_autograd() -> None:
         assert error(master.grad, wanted[name]) < limit, name
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("head", get_args(ScalarHead))
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8", "int8"])

@@ -67,7 +67,7 @@ def forward(policy: SampledPolicy) -> tuple[torch.Tensor, torch.Tensor]:
     return hidden, policy.decoder.lm_head.logits(policy.weights("rollout"), hidden)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", EXACT)
 @pytest.mark.parametrize(
     ("config", "ranks"),
@@ -80,6 +80,7 @@ def test_every_rank_has_the_bits_of_the_whole(config: ModelConfig, ranks: int, p
         assert torch.equal(mine[1], logits)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_head_in_int8_is_shared_by_its_rows(ranks: int):
     precision = PrecisionConfig(preset="int8", head="int8")

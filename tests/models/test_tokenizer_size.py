@@ -59,7 +59,7 @@ def batch() -> tuple[Any, torch.Tensor]:
     return packed, torch.linspace(-1, 1, 70)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_scores_and_gradients_are_those_of_a_model_without_these_rows(

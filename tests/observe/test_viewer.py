@@ -461,6 +461,7 @@ def check_looks(page: Page, port: int) -> None:
     assert page.errors == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed")
 @pytest.mark.timeout(240)
 def test_the_page_in_chromium_wide_and_narrow_light_and_dark(runs: Path, tmp_path: Path) -> None:

@@ -304,7 +304,7 @@ def exp_that_depends_on_its_place(patch: Patch) -> None:
     patch.setattr(torch, "exp", lambda x: exact(x).index_fill_(0, torch.tensor(0), 0.5))
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("mutate", "name"),
     [
@@ -394,7 +394,7 @@ BACKWARDS: list[tuple[Any, str, int | None, str]] = [
 """Of what, which function, the argument that it adds to (None: what it returns), and the check."""
 
 
-@pytest.mark.few(18)
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("owner", "name", "target", "check"), BACKWARDS)
 def test_a_backward_that_is_one_percent_wrong(
     owner: Any, name: str, target: int | None, check: str, monkeypatch: Patch

@@ -283,7 +283,7 @@ def test_nothing_differs_with_a_head_in_int8() -> None:
     assert result.exit_code == 0 and operations.difference is None
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("one_scenario")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_seen_and_named(

@@ -19,6 +19,7 @@ from tests.rollout.served import SEED, native_of, served
 from tests.rollout.test_exactness import policy_of, requests
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("preset", "sampling"),
     [("fp8", {}), ("int8", {"top_p": 0.9, "top_k": 20}), ("bf16", {"temperature": 0.0})],

@@ -180,6 +180,7 @@ def test_weights_that_overflow_could_not_be_compared(config: ModelConfig) -> Non
         verify_policy(policy, SMALL)
 
 
+@pytest.mark.exhaustive
 def test_json_has_the_counts_over_everything_and_by_scenario(two_functions: VerifyResult) -> None:
     written = json.loads(json.dumps(two_functions.as_json()))
     for name in ("tokens_compared", "tokens_differing"):

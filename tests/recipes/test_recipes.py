@@ -125,7 +125,7 @@ def test_recipes_of_the_starter_model_train(name: str, tmp_path: Path) -> None:
     assert summary["tokens_differing"] == 0 != summary["tokens_compared"]
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CLAIMS)
 def test_recipes_of_one_capability_show_it(name: str, tmp_path: Path) -> None:
     small = {"training__prompts_per_step": 4, "training__samples_per_prompt": 4}
@@ -180,6 +180,7 @@ def test_the_evaluation_of_the_mix_keeps_its_own_problems(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_on_disk_trains_through_its_chat_template(
     chat_folder: Path, tmp_path: Path
 ) -> None:
@@ -239,6 +240,7 @@ def test_fine_tuning_on_worked_examples_lowers_the_loss(tmp_path: Path) -> None:
     assert summary["accuracy_after"] is not None
 
 
+@pytest.mark.exhaustive
 def test_products_are_learnt_from_transcripts_and_then_with_a_calculator(tmp_path: Path) -> None:
     made = runpy.run_path(str(RECIPES / "tools.py"))
     made["SIZES"].update(transcripts=30, train=8, held_out=4)

@@ -57,7 +57,7 @@ def config(function: str, **options: Any) -> RewardConfig:
     return RewardConfig(function=function, workers=2, max_failed_fraction=1.0, **options)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("in_process", [False, True])
 def test_towers_of_powers_are_counted(in_process: bool) -> None:
     """Each group has its own counts, though both were begun before either was collected, and what
@@ -101,7 +101,7 @@ def test_a_reward_that_counts_what_it_likes_is_bounded(hostile: str) -> None:
     assert OTHER_KINDS in stats.counts and all(len(kind) <= LONGEST_KIND for kind in stats.counts)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("counts", ["[1]", '"x"', '{"a": "b"}', '{"a": -1}', '{"a": {}}', "null"])
 def test_counts_of_another_form_are_none(counts: str, hostile: str) -> None:
     """As a reward that finds the pipe to the trainer could send them."""

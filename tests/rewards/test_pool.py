@@ -82,7 +82,7 @@ def grade(make_graders: MakeGraders) -> Grade:
     return graded
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("harm", "kind", "message"),
     [
@@ -339,6 +339,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("busy", ["time.sleep(3600)", "10 ** 10 ** 9"])
 def test_all_end_with_a_trainer_that_is_killed(busy: str, tmp_path: Path) -> None:
     """Also while the interpreter is busy inside one operation; and the trainer's lock is free."""
@@ -433,7 +434,7 @@ def test_async_functions_have_their_deadlines(tmp_path: Path) -> None:
     assert graded.rewards == [None, 2.0, 1.0] and stats.failures == {"deadline": 1}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("head", "message"),
     [

@@ -102,6 +102,7 @@ os._exit(0)
 """Makes threads by the system call itself, which share a page of stack and only wait."""
 
 
+@pytest.mark.few(5)
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="it is machine code")
 @pytest.mark.parametrize("extra", [0, 0x80800000])  # also untraced, in another I/O context
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_the_table_has_the_forms() -> None:
     assert 80 < sum(row["verdict"] == 0 for row in ROWS) < len(ROWS) - 80
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", sorted({row["form"] for row in ROWS}))
 def test_verdicts(form: str) -> None:
     wrong = [

@@ -190,6 +190,7 @@ def test_a_sequence_without_finite_logits_leaves_those_beside_it_to_be_scored(
     assert found == {key: one for key, one in expected.items() if key not in failed}
 
 
+@pytest.mark.exhaustive
 def test_prompts_and_answers_are_scored_with_their_adapter(
     base: Path, folders: Mapping[str, Path]
 ) -> None:
@@ -228,6 +229,7 @@ def turns(policy: Policy, first: str | None, second: str | None) -> tuple[Comple
     return after[handle], engine.stats.kept_tokens
 
 
+@pytest.mark.exhaustive
 def test_k_and_v_that_wait_for_a_next_turn_are_one_adapters(
     base: Path, folders: Mapping[str, Path]
 ) -> None:

@@ -81,7 +81,7 @@ BAD_STEPS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", BAD_STEPS)
 def test_a_run_ends_in_its_time_at_a_server_that_tells_nothing_of_use(
     kind: str, server: str
@@ -95,7 +95,7 @@ def test_a_run_ends_in_its_time_at_a_server_that_tells_nothing_of_use(
     assert engine.num_live == 0
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["empty", "a fault", "a token beyond the model"])
 def test_another_server_goes_on_with_the_samples(kind: str, server: str) -> None:
     policy, wanted = policy_of("fp8"), requests()[:2]

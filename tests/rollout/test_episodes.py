@@ -170,7 +170,7 @@ def differing(policy: Policy, drawn: Sequence[TokenSequence]) -> tuple[int, int]
     return int(differs.sum()), len(differs)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("preset", ["fp8", "int8", "bf16"])
 def test_log_probabilities_of_all_turns_are_those_of_the_training_forward(preset: Preset) -> None:
     policy = policy_of(preset)
@@ -222,7 +222,7 @@ def delays(seed: int) -> Callable[[Handle], int]:
     return lambda _: int(generator.integers(0, 9))
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", [1, 2])
 def test_neither_time_nor_order_nor_memory_changes_a_bit(seed: int) -> None:
     policy = policy_of("fp8")
@@ -347,7 +347,7 @@ class Leads(Told):
         self._waiting[-1][2] = answer
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("limit", "ends"), [(20, {"stop"}), (4, {"stop"}), (2, {"turns"})])
 def test_an_environment_may_lead_the_conversation(limit: int, ends: set[str]) -> None:
     policy = policy_of("fp8")
@@ -396,6 +396,7 @@ class Retokenising(Episodes):
         super()._go_on(handle, answer)
 
 
+@pytest.mark.exhaustive
 def test_a_mutant_that_tokenises_again_is_caught() -> None:
     policy = policy_of("fp8")
     short = lambda key, turn: TurnAnswer((Result("ok", str(turn)),))  # noqa: E731

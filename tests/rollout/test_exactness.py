@@ -134,7 +134,7 @@ def test_a_flow_with_two_functions_is_told_apart():
     ).float().mean() > 0.5
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -117,7 +117,7 @@ def mixture() -> Policy:
     return random_policy(config, PrecisionConfig(preset="fp8"), 3)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @both_executors
 @pytest.mark.parametrize("make_policy", [lambda: policy_of("fp8"), mixture], ids=["dense", "moe"])
 def test_a_policys_samples_move_with_log_probabilities_versions_and_routings(
@@ -170,6 +170,7 @@ def test_samples_that_come_share_the_pages_of_those_who_wait() -> None:
     assert second.stats.prompt_tokens == 130 + 9
 
 
+@pytest.mark.few(1)
 @both_executors
 def test_what_came_is_still_there_after_a_release(pipelined: bool) -> None:
     first, second = (open_engine(pipelined, kv_pages=6)[0] for _ in range(2))

@@ -97,7 +97,7 @@ def test_those_who_come_while_others_run_draw_what_they_draw_alone(
     check_empty(engine)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @both_executors
 def test_a_policys_samples_are_those_of_a_closed_batch(pipelined: bool) -> None:
     """The same with real arithmetic, few pages and prompts in pieces."""
@@ -266,7 +266,7 @@ def come_and_go(engine: NativeEngine, data: st.DataObject) -> None:
     check_empty(engine)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("decoding", "length", "expected"),
     [
@@ -437,7 +437,7 @@ def test_tokens_come_out_as_they_are_drawn(pipelined: bool) -> None:
         assert not any(event.text for event in events)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @both_executors
 @pytest.mark.parametrize(
     "sampling",

@@ -143,7 +143,7 @@ def test_any_batch_with_turns_draws_the_same_with_and_without_parked_pages(
     check_equal(made, expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @both_executors
 @pytest.mark.parametrize("change", ["publish", "release"])
 def test_new_weights_and_a_release_leave_nothing_parked(pipelined: bool, change: str) -> None:

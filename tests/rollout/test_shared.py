@@ -129,7 +129,7 @@ def draw_and_move(world: World, _: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_draw_what_one_engine_draws_and_move_samples_from_a_slow_one(size: int) -> None:
     found = in_world(size, "tests.rollout.test_shared:draw_and_move")
@@ -204,6 +204,7 @@ def fail_in_many_ways(world: World, _: Any) -> dict[str, str]:
     return said
 
 
+@pytest.mark.exhaustive
 def test_what_ends_one_rank_ends_all_and_names_the_one() -> None:
     first, second = in_world(2, "tests.rollout.test_shared:fail_in_many_ways")
     assert first["signal"] == second["signal"] == "Interrupted: stopped by SIGTERM"

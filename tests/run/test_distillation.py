@@ -143,6 +143,7 @@ def test_in_8_bits_a_policy_begins_near_its_own_start_and_comes_nearer(make_sft:
     assert 0 < summary.loss_after < summary.loss_before < 0.001
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kl", ["forward", "reverse"])
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8", "int8"])
 def test_from_its_own_function_a_policy_learns_exactly_nothing(
@@ -315,6 +316,7 @@ def test_a_policy_learns_from_a_teacher_alone(kl: str, make_run: MakeRun, other:
     assert all(line["reward/mean"] == 0 for line in steps)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kl", ["sampled", "reverse", "forward"])
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
 def test_the_first_step_is_at_0_from_ones_own_function(
@@ -330,6 +332,7 @@ def test_the_first_step_is_at_0_from_ones_own_function(
     assert found == (model / "model.safetensors").read_bytes()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kl", ["sampled", "reverse"])
 def test_beside_a_reward_a_run_is_exact_and_resumed_to_the_same_bytes(
     kl: str, make_run: MakeRun, tmp_path: Path

@@ -27,6 +27,7 @@ def steps(output: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "reward/mean" in line]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_trains_on_its_own_samples_bit_for_bit(
     name: str, make_config: MakeConfig, write_reward: WriteReward, tiny_folder: Path
@@ -46,6 +47,7 @@ def test_every_algorithm_trains_on_its_own_samples_bit_for_bit(
     assert any(not before[key].equal(after[key]) for key in before)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("refresh_every", [0, 1])
 def test_a_reference_is_the_policy_until_it_has_moved_and_once_refreshed(
     refresh_every: int, make_config: MakeConfig, write_reward: WriteReward
@@ -168,6 +170,7 @@ def test_dynamic_sampling_of_remax_keeps_groups_that_differ_from_their_greedy_an
     assert train(level).steps_without_signal == 2, "every sample has its greedy answer's reward"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["reinforce_pp", "remax", "ppo"])
 def test_one_sample_a_prompt_is_enough_where_samples_are_not_compared(
     name: str, make_config: MakeConfig, write_reward: WriteReward

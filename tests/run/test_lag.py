@@ -85,6 +85,7 @@ def steps_of(root: Path) -> list[dict[str, Any]]:
     return [line for line in lines(root / "metrics.jsonl") if "staleness/mean" in line]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lag", [0, 1, 2, 7])
 def test_batches_are_sampled_by_the_weights_that_are_specified(
     lag: int, lagging: MakeConfig
@@ -132,7 +133,7 @@ def test_what_is_compared_after_the_weights_moved_differs(
     assert train(lagging(1, training=training)).tokens_differing > 0
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("lag", "precision"), [(0, "fp8"), (1, "fp8"), (1, "int8"), (2, "fp8")])
 def test_killed_between_any_two_steps_and_resumed_it_leaves_the_same_bytes(
     lag: int, precision: str, lagging: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -186,6 +187,7 @@ def test_a_signal_in_the_middle_of_a_step_leaves_the_batches_that_waited(
     assert {name: found[name] for name in kept} == {name: expected[name] for name in kept}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "sections",
     [

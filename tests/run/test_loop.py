@@ -31,6 +31,7 @@ MakeConfig = Callable[..., RunConfig]
 LENGTH_REWARD = "return float(len(completion.token_ids) > 4 or completion.token_ids[0] % 2)"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", get_args(Preset))
 def test_every_preset_trains(
     preset: str, make_config: MakeConfig, write_reward: Callable[[str], str], tiny_folder: Path
@@ -195,6 +196,7 @@ def flip_after_step_1(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isobit.run.loop, "state_digest", digest)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["weights", "masters", "moments"])
 def test_a_bit_that_is_lost_between_two_updates_is_told_of(
     kind: str,

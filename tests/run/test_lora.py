@@ -63,6 +63,7 @@ def reward(prompt: Any, completion: Any) -> float:
 MakeConfig = Callable[..., RunConfig]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "sections",
     [

@@ -65,6 +65,7 @@ def test_fine_tuning_writes_a_mixture_and_its_routers_figures(moe_run: Path) -> 
         assert 1 / 6 <= line["router/busiest"] <= 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["fp8", "int8", "fp8-rollout"])
 def test_reinforcement_learning_counts_the_experts_that_differ(
     preset: Preset,

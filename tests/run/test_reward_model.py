@@ -49,6 +49,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["fp8", "int8", "bf16"])
 def test_rewards_are_its_scores_whoever_is_scored_beside(
     preset: str, make_config: MakeConfig, reward_folder: Path, seen: list[Group]

@@ -49,6 +49,7 @@ def answer(text: str) -> Completion:
     return Completion(TokenSequence.of_answer([1], [2]), text, "stop")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8", "int8"])
 def test_a_completion_has_the_score_of_its_conversation(preset: str, folder: Path) -> None:
     reward = load_model_reward(folder, PrecisionConfig.model_validate(preset))

@@ -58,7 +58,7 @@ def work(world: World, case: dict[str, Any]) -> None:
         train_by_ranks(config_of({**case, "steps": steps}), resume, world)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("size", "rollouters", "lag", "algorithm"),
     [

@@ -84,6 +84,7 @@ def make_config(tiny_folder: Path, tmp_path: Path) -> MakeConfig:
     return make
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("preset", get_args(Preset))
 def test_every_preset_learns(preset: str, make_config: MakeConfig) -> None:
     summary = sft(make_config(precision={"preset": preset}, training={"steps": 6}))

@@ -64,6 +64,7 @@ def make_config(tiny_folder: Path, tmp_path: Path) -> MakeConfig:
     return make
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8", "int8"])
 def test_a_language_model_becomes_a_reward_model_that_ranks_held_out_pairs(
     preset: Preset, make_config: MakeConfig

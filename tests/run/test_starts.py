@@ -123,6 +123,7 @@ def refuse(*_: Any, **__: Any) -> None:
     raise AssertionError("what is recorded was not taken")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("step", [None, STEPS], ids=["whole", "from a checkpoint"])
 def test_it_is_replayed(step: int | None, run: Path) -> None:
     result = replay(run, step, quiet)
@@ -130,6 +131,7 @@ def test_it_is_replayed(step: int | None, run: Path) -> None:
     assert result.steps == range(step or 0, STEPS + 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("done", [0, STEPS - 1], ids=["without a checkpoint", "from the last"])
 def test_it_is_resumed_to_the_same_files(
     done: int, run: Path, other: Path, monkeypatch: pytest.MonkeyPatch
@@ -161,6 +163,7 @@ def test_a_reward_that_differs_is_of_the_step_that_it_is_of(run: Path, other: Pa
     assert (difference.step, difference.file) == (2, "rewards.jsonl")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["reward", "environment"])
 def test_what_does_not_repeat_is_taken_from_the_record(
     kind: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

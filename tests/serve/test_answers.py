@@ -79,6 +79,7 @@ def test_more_log_probabilities_than_are_held_are_refused() -> None:
     check_size(CompletionRequest(model="m", prompt=["x"]), [ScoredPrompt("", (1,) * 32768)] * 4096)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_large_answer_says_what_small_ones_say(server: Running, stream: bool) -> None:
     """As lm-evaluation-harness asks, in one request of many prompts."""

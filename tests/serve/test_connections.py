@@ -76,6 +76,7 @@ def rest(one: socket.socket) -> bytes:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "sent",
     [
@@ -135,6 +136,7 @@ def test_who_comes_where_all_are_at_work_is_told() -> None:
         assert status(port) == 200
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("path", ["/", "/wait", "/large"])
 @pytest.mark.parametrize("body", [b"ZZ\r\n", b"1\r\nxx", b"-1\r\n\r\n"])
 def test_a_body_that_is_no_http_ends_its_connection_without_a_traceback(

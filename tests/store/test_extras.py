@@ -122,6 +122,7 @@ def test_their_files_are_written_once_they_hold_something(
     assert entry == {"bytes": len(data), "sha256": [hashlib.sha256(data).hexdigest()]}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("broken_after", [1, 3])
 def test_a_resumed_run_has_them_as_they_were(
     broken_after: int, make_config: MakeConfig, extras: Extras, tmp_path: Path

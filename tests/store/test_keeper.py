@@ -24,6 +24,7 @@ def left_by(config: RunConfig) -> list[str]:
     return sorted(path.name for path in (config.output / "checkpoints").iterdir())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("checkpoint", "left"),
     [

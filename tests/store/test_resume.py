@@ -59,6 +59,7 @@ DAMAGES: list[tuple[str, Callable[[Path], object]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("name", "damage"), DAMAGES)
 def test_one_that_cannot_be_read_is_passed_over(
     name: str, damage: Callable[[Path], object], directory: RunDirectory
@@ -81,6 +82,7 @@ def test_a_manifest_of_another_run_is_not_believed(directory: RunDirectory, tmp_
     )
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("error", [errno.EIO, errno.EACCES, errno.ESTALE, errno.ENXIO])
 @pytest.mark.parametrize("name", FILES)
 def test_any_answer_of_the_disk(

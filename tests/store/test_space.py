@@ -63,6 +63,7 @@ def test_the_best_may_be_one_more_and_none_is_none() -> None:
     assert most_at_once(6, config(6, keep_last=0).checkpoint) == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("moments", get_args(Moments))
 def test_the_bytes_are_those_that_a_run_writes(
     moments: Moments, make_config: Callable[..., RunConfig]

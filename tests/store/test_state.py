@@ -62,6 +62,7 @@ def flip(tensor: torch.Tensor, place: int) -> None:
     tensor.detach().view(-1).view(torch.uint8)[place] ^= 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "fp8"])
 def test_any_byte_of_what_an_update_leaves_counts(
     moments: str, make_config: MakeConfig, write_reward: Callable[[str], str]

@@ -34,6 +34,7 @@ def test_the_text_repeats_and_leaves_held_out_problems_out() -> None:
         )
 
 
+@pytest.mark.exhaustive
 def test_the_folder_of_the_text_has_the_shipped_tokenizer_and_problems(tmp_path: Path) -> None:
     build.main(["text", str(tmp_path)])
     for name in (

@@ -246,6 +246,7 @@ def test_a_token_is_followed_from_prompt_to_gradient(traced: dict[str, Any]) -> 
     assert "SamplingParams" not in traced["containers"]
 
 
+@pytest.mark.exhaustive
 def test_environment_and_lag_are_followed_to_the_gradient_too(traced: dict[str, Any]) -> None:
     for figure in ("environment_files", "lag_files"):
         assert {"rollout/native.py", "training/step.py"} <= traced[figure].keys()

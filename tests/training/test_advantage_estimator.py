@@ -70,6 +70,7 @@ def test_in_an_exact_flow_nothing_is_computed(
     assert estimator_of(trainer).score(groups) == groups
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("exact", "asked", "recomputes"),
     [
@@ -132,6 +133,7 @@ def test_long_completions_are_punished(make_trainer: MakeTrainer, make_groups: M
     assert any(length > 16 for length, _ in found)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8-linear", "fp8", "int8"])
 def test_at_step_0_the_reference_is_the_policy_bit_for_bit(
     preset: str,
@@ -407,6 +409,7 @@ def test_reasons_read_as_a_sentence() -> None:
     assert describe_reasons({}) == "no completions"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("only", [False, True])
 def test_each_token_loses_what_the_teacher_finds_less_likely(
     only: bool,

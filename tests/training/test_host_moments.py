@@ -34,6 +34,7 @@ def step(trainer: Trainer, seed: int) -> None:
     trainer._step(1.0, 1e-2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "fp8"])
 def test_training_goes_on_with_the_same_bits(moments: str, tmp_path: Path) -> None:
     plain, moved = make_trainer(moments), make_trainer(moments)

@@ -88,7 +88,7 @@ def equal(first: Trainer, second: Trainer) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
 @pytest.mark.parametrize("preset", ["fp8", "fp8-rollout", "int8"])
 def test_the_result_is_that_of_the_smaller_budget(
@@ -164,6 +164,7 @@ def test_a_change_is_announced_before_anything_is_learnt_with_it(
     ]  # 34 tokens are the longest sequence
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("settings", "advice"),
     [

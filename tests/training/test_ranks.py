@@ -223,6 +223,7 @@ def train_with_all_reduce(world: World, case: dict[str, Any]) -> Any:
         Policy._gradient_sum, Rounds.squares = make, squares
 
 
+@pytest.mark.exhaustive
 def test_an_all_reduce_is_caught(one_process: list[Any]):
     """It gives one process's bits in one process, and others in two."""
     expected = one_process[0]

@@ -82,6 +82,7 @@ def test_two_hosts_of_two_processes_have_the_bits_of_one_process():
         check_bits(of_rank["trained"], 2)
 
 
+@pytest.mark.exhaustive
 def test_the_number_of_slots_is_part_of_the_result():
     one_slot = train(ALONE, [{**case, "slots": 1} for case in ALL])
     for case, ours, expected in zip(ALL[:2], one_slot, one_process(), strict=False):
@@ -125,6 +126,7 @@ def fail(world: World, hosts: int) -> list[Any]:
     return log
 
 
+@pytest.mark.exhaustive
 def test_what_one_rank_cannot_do_none_does():
     expected = fail(ALONE, 1)
     assert expected[1], "the budget was lowered"

@@ -170,6 +170,7 @@ def test_padding_at_the_end_is_not_scored() -> None:
     assert batch.token_ids.tolist() == [5, 6, 5, 0, 7]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8", "int8"])
 def test_updates_rank_the_pairs(
     preset: Preset, make_reward_trainer: Callable[..., Trainer]

@@ -136,6 +136,7 @@ def test_a_run_that_leaves_out_a_group_ends_before_it_learns(
         train(make_config(data={"eval": {}}))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "sections",
     [

@@ -61,6 +61,7 @@ class WholeStepShares:
         return GRPO.loss(scores, batch, shares)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("preset", "tolerance"), [("fp32", 1e-6), ("bf16", 1e-4)])
 def test_gradients_do_not_depend_on_the_cut(
     preset: str,
@@ -200,6 +201,7 @@ def test_the_first_forward_is_compared_with_what_was_recorded(
     assert comparison.max_abs_diff == pytest.approx(0.25, rel=1e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("factor", "reason"),
     [(math.inf, "the loss is inf"), (math.nan, "the loss is nan"), (3e38, "the gradient ")],
@@ -246,6 +248,7 @@ def test_a_gradient_that_is_not_finite_in_one_master_skips_the_step(
     assert metrics.skipped == f"the gradient of {name} is not finite"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("norm", "skipped"), [(3e38, None), (1e39, "the gradient norm is 1e+39")])
 def test_a_norm_that_only_fp64_holds_skips_the_step(
     norm: float,

@@ -138,6 +138,7 @@ OWN = {
 """They also read files of the package, of /proc, or that they have written before."""
 
 
+@pytest.mark.exhaustive
 def test_files_are_read_through_the_one_opener() -> None:
     source = Path(isobit.__file__).parent
     found: dict[str, int] = {}

@@ -40,7 +40,7 @@ def shape(dim: int, **more: Any) -> dict[str, Any]:
     return {"H": 32, "G": 8, "D": dim, "PART": attention.PART, **more}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("dim", "split", "window"), VARIANTS)
 @pytest.mark.parametrize("name", FORMS)
 def test_decode(name: str, dim: int, split: bool, window: int) -> None:

@@ -36,6 +36,7 @@ def test_norm(columns: int, residual: bool) -> None:
     assert made.programs * warps >= 16
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("columns", [128, 896, 4096, 5120])  # one of each layout
 def test_scalar_head(columns: int) -> None:
     width, rows, warps = pointwise.layout(columns)

@@ -36,6 +36,7 @@ def make(
     return AttentionCase(format, lengths, *layout, window, dtype, outliers)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_paged_equals_packed_bit_for_bit(format: Format, layout: tuple[int, int, int]) -> None:
@@ -45,7 +46,7 @@ def test_paged_equals_packed_bit_for_bit(format: Format, layout: tuple[int, int,
     assert torch.equal(sequences.alone(), packed)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_window_is_as_exact(window: int, format: Format) -> None:
@@ -172,6 +173,7 @@ def test_values_against_fp64_attention_over_the_encoded_inputs(
     assert error(sequences.packed(), sequences.case().results()) < bound
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("window", [None, 2, 37, 70, 200])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("block", [50, 512], ids=["several blocks of queries", "one"])

@@ -104,7 +104,7 @@ def error(ours: Tensor, exact: Tensor) -> float:
     return float((ours.double() - exact.double()).norm() / exact.double().norm())
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "threads"),
     [(name, n) for name in FORWARDS for n in ((1, 2) if "scalar head" in name else (1,))],
@@ -116,7 +116,7 @@ def test_rows(name: str, threads: int) -> None:
     check_rows(FORWARDS[name](), range(1, ROWS) if every else (1, 2, 3, 7, 31, 33, 64, 65, 129))
 
 
-@pytest.mark.few(28)
+@pytest.mark.few(22)
 @pytest.mark.parametrize("make", BACKWARDS.values(), ids=BACKWARDS)
 def test_gradients(make: Make) -> None:
     """They are right, and repeat their bits."""
@@ -127,7 +127,7 @@ def test_gradients(make: Make) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.few(23)
+@pytest.mark.few(17)
 @pytest.mark.parametrize("name", POINTWISE | QKV)
 def test_as_near_as_torch_in_the_same_dtype(name: str) -> None:
     case = (POINTWISE | QKV)[name]()
@@ -160,6 +160,7 @@ def norms(case: Case) -> dict[str, float]:
     return {name: error(ours, exact[name]) for name, ours in case.gradients().items()}
 
 
+@pytest.mark.few(21)
 @pytest.mark.parametrize("name", LINEARS)
 def test_gradients_of_a_linear_as_a_whole(name: str) -> None:
     cases = [make() for make in LINEARS[name][1:]]
@@ -168,6 +169,7 @@ def test_gradients_of_a_linear_as_a_whole(name: str) -> None:
     assert for_weight["weight"] < 1e-6
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("format", "bound"), [("fp32", 1e-5), ("bf16", 0.02), ("int8", 0.12), ("e4m3", 0.12)]
 )

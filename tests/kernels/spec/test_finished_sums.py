@@ -13,6 +13,7 @@ from tests.finished_sums import SMALL, WHOLE, Case, Size, adds_one_finished_sum,
 SPEC = backend_of(torch.device("cpu"))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("activations", ["bf16", "fp32"])
 @pytest.mark.parametrize("size", [SMALL, WHOLE], ids=["small", "whole"])
 def test_one_finished_sum(size: Size, activations: Format) -> None:

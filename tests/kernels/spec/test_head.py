@@ -270,6 +270,7 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module, "CHUNK", request.param)
 
 
+@pytest.mark.few(23)
 @pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize(
     "of", [(True, False), (False, True), (True, True)], ids=["log-probs", "entropies", "both"]

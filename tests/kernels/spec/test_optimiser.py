@@ -301,7 +301,7 @@ def test_those_of_many_tensors_add_up(count: int, short_chunks: None) -> None:
     assert made == expected % (1 << 64)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.int64]
 )
@@ -342,6 +342,7 @@ def gradient(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape) * torch.exp(8 * torch.randn(shape))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_sum_for_every_128_rows(shape: tuple[int, ...]) -> None:
     grad = gradient(shape)
@@ -605,7 +606,7 @@ def test_v_stays_in_the_mean_what_it_is_in_fp32(monkeypatch: pytest.MonkeyPatch)
     assert error_of_the_second_moment(1, "nearest") < -0.5
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("beta2", [0.95, 0.999])
 def test_a_group_with_gradients_of_a_millionfold_range_makes_no_leaps(
     beta2: float, monkeypatch: pytest.MonkeyPatch

@@ -50,7 +50,7 @@ def test_the_configuration_knows_the_default_of_seconds() -> None:
     assert inspect.signature(grader.score).parameters["seconds"].default == CODE_SECONDS
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "row",
     [
@@ -232,7 +232,7 @@ ENDLESS = {"deep recursion"}
 """What the time limit ends on any machine."""
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PATCHES)
 @pytest.mark.parametrize("row", [SQUARE, CHECK], ids=["asserts", "check"])
 def test_a_faked_pass_scores_zero(name: str, row: dict[str, Any]) -> None:
@@ -240,6 +240,7 @@ def test_a_faked_pass_scores_zero(name: str, row: dict[str, Any]) -> None:
     assert score(PATCHES[name], row, seconds=seconds) == 0.0
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["os._exit", "sys.exit", "atexit", "printed verdict"])
 def test_a_faked_program_scores_zero(name: str) -> None:
     assert score(PATCHES[name], PRINTED) == 0.0
@@ -250,7 +251,7 @@ def limit_for(kind: str) -> float:
     return 0.5 if kind == "code: time limit" else 5
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("code", "kind"),
     [
@@ -283,6 +284,7 @@ def test_a_packed_bomb_is_bounded_by_memory() -> None:
     assert counts.take() == {"code: memory limit": 1}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("code", "kind"),
     [
@@ -315,7 +317,7 @@ def test_a_completion_without_code_scores_zero_and_is_counted() -> None:
     assert counts.take() == {"code: no block": 1}
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "tests",
     ["", "x = 1", "assert square(2 == 4", "import no_such_module", [], [1], {}, 5, None,

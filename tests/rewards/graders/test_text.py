@@ -224,7 +224,7 @@ def test_last_code(text: str, code: str | None) -> None:
     assert last_code(text) == code
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "part",
     [
