@@ -322,3 +322,10 @@ def test_a_flag_with_dashes_is_answered_with_the_key_as_a_flag() -> None:
     assert "top-k: unknown key; did you mean --rollout.top_k?" in message
     assert "max-sequences: unknown key; did you mean --rollout.max_sequences?" in message
     assert "lora-rank: unknown key; use lora.rank (isobit train) (OpenRLHF: lora_rank)" in message
+
+
+@pytest.mark.parametrize(
+    "name", ["source.group_size", "rollouts_per_example", "max_tokens_per_gpu", "num_workers"]
+)
+def test_the_end_of_names_that_mean_two_things_is_answered_by_neither(name: str) -> None:
+    assert foreign_answer(name, RunConfig) is None
