@@ -239,7 +239,7 @@ def test_a_token_is_followed_from_prompt_to_gradient(traced: dict[str, Any]) -> 
     """Graders, packing and loss are on its way; console, journals and publishing are not."""
     packages = {file.split("/")[0] for file in traced["token_files"]}
     assert {"data", "rollout", "models", "kernels", "rewards", "algorithms", "training"} <= packages
-    assert {"rewards/grading.py", "records/batch.py"} <= traced["token_files"].keys()
+    assert {"rewards/grading.py", "records/packing.py"} <= traced["token_files"].keys()
     assert not packages & {"observe", "cli", "config", "proof"}
     assert "training/optimiser.py" not in traced["token_files"]
     assert {"Prompt", "Completion", "Group"} <= traced["containers"].keys()
