@@ -157,11 +157,12 @@ def test_what_others_gave_ahead_of_the_checkpoint_is_not_given_again(
 ) -> None:
     monkeypatch.setattr(resume, "notes", lambda *_: [])
     dropped: list[str] = []
+    recorded: Any = None
     start: Any = SimpleNamespace(
         changed={changed: ["a", "b"]},
         allowed=allowed,
         rewards=SimpleNamespace(forget_ahead=lambda: dropped.append("rewards")),
         answers=SimpleNamespace(forget_ahead=lambda: dropped.append("answers")),
     )
-    resume.Start._say_changes(start, Any, {})
+    resume.Start._say_changes(start, recorded, {})
     assert dropped == forgotten
