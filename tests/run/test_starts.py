@@ -36,18 +36,18 @@ ACTING = {
     "rollout": {"max_new_tokens": 30, "stop_tokens": list(string.ascii_letters[:40])},
 }
 KINDS: dict[str, dict[str, Any]] = {
-    "all weights": {"training": {"updates_per_batch": 2}},
-    "lora": {**LORA, "training": {"updates_per_batch": 2}},
-    "teacher": {"teacher": {"kl": "reverse"}},
-    "value head": {"algorithm": {"name": "ppo"}},
-    "buffer": {"replay": {"fraction": 0.5}},
-    "lag": {"async": {"lag": 1}},
     "lora, value head, lag, buffer": {
         **LORA,
         "algorithm": {"name": "ppo"},
         "async": {"lag": 1},
         "replay": {"fraction": 0.5},
     },
+    "all weights": {"training": {"updates_per_batch": 2}},
+    "lora": {**LORA, "training": {"updates_per_batch": 2}},
+    "teacher": {"teacher": {"kl": "reverse"}},
+    "value head": {"algorithm": {"name": "ppo"}},
+    "buffer": {"replay": {"fraction": 0.5}},
+    "lag": {"async": {"lag": 1}},
     "lora, scales a tensor": {
         **LORA,
         "precision": {"preset": "fp8", "kv_scales": "per_tensor", "kv_calibration": "engine"},
@@ -123,7 +123,7 @@ def refuse(*_: Any, **__: Any) -> None:
     raise AssertionError("what is recorded was not taken")
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("step", [None, STEPS], ids=["whole", "from a checkpoint"])
 def test_it_is_replayed(step: int | None, run: Path) -> None:
     result = replay(run, step, quiet)
@@ -131,7 +131,7 @@ def test_it_is_replayed(step: int | None, run: Path) -> None:
     assert result.steps == range(step or 0, STEPS + 1)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("done", [0, STEPS - 1], ids=["without a checkpoint", "from the last"])
 def test_it_is_resumed_to_the_same_files(
     done: int, run: Path, other: Path, monkeypatch: pytest.MonkeyPatch
