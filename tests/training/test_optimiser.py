@@ -130,7 +130,6 @@ def test_adamw_against_its_formula_and_only_matrices_decay() -> None:
         torch.testing.assert_close(parameter.detach().double(), x, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("small", ["bf16", "fp8"])
 def test_small_moments_follow_fp32_ones_and_their_rounding_is_the_seeds(small: str) -> None:
     def train(moments: str, seed: int = 0) -> torch.Tensor:
