@@ -229,7 +229,6 @@ def turns(policy: Policy, first: str | None, second: str | None) -> tuple[Comple
     return after[handle], engine.stats.kept_tokens
 
 
-@pytest.mark.exhaustive
 def test_k_and_v_that_wait_for_a_next_turn_are_one_adapters(
     base: Path, folders: Mapping[str, Path]
 ) -> None:
