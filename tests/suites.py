@@ -52,14 +52,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--all"):
         return
-    left_out = set(left_out_of(items))
-    if config.getoption("--rest"):
-        wanted = [item for item in items if item in left_out or _tries_examples(item)]
-    else:
-        wanted = [item for item in items if item not in left_out]
-    if len(wanted) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(wanted)])
-        items[:] = wanted
+    left_out, rest = set(left_out_of(items)), config.getoption("--rest")
+    wanted: list[pytest.Item] = []
+    unwanted: list[pytest.Item] = []
+    for item in items:
+        is_wanted = (item in left_out or _tries_examples(item)) if rest else item not in left_out
+        (wanted if is_wanted else unwanted).append(item)
+    config.hook.pytest_deselected(items=unwanted)
+    items[:] = wanted
 
 
 def _tries_examples(item: pytest.Item) -> bool:
@@ -76,13 +76,11 @@ def left_out_of(items: Sequence[pytest.Item]) -> list[pytest.Item]:
         if item.get_closest_marker("pairs") or item.get_closest_marker("few"):
             thinned.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in thinned.values():
-        few = cases[0].get_closest_marker("few")
-        kept = (
-            evenly_spaced(len(cases), few.args[0])
-            if few
-            else covering([_values(case) for case in cases])
-        )
-        exhaustive += [case for place, case in enumerate(cases) if place not in set(kept)]
+        if few := cases[0].get_closest_marker("few"):
+            kept = set(evenly_spaced(len(cases), few.args[0]))
+        else:
+            kept = set(covering([_values(case) for case in cases]))
+        exhaustive += [case for index, case in enumerate(cases) if index not in kept]
     return exhaustive
 
 
