@@ -217,6 +217,21 @@ def test_a_second_value_of_a_key_of_ours_is_refused() -> None:
         assert line in message, message
 
 
+@pytest.mark.parametrize(
+    ("key", "table"),
+    [
+        ("algorithm.foo", '{name = "dapo"}'),
+        ("precision.zap", '{preset = "bf16"}'),
+        ("data.train.x", '{type = "jsonl", path = "b.jsonl"}'),
+    ],
+)
+def test_a_flag_without_a_value_is_refused_though_a_later_table_replaces_it(
+    key: str, table: str
+) -> None:
+    message = refused([f"--{key}", f"--{key.rpartition('.')[0]}", table])
+    assert f"--{key} has no value; write --{key} VALUE" in message
+
+
 def test_the_keys_of_a_table_are_listed_once() -> None:
     message = refused(
         ["--qqq", "1", "--zzz", "2", "--data.zzz", "3", "--data.qqq", "4", "--lr", "5"]

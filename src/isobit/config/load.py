@@ -84,8 +84,8 @@ def _other_format(path: Path, text: str) -> str:
         return ""
     return (
         f". This looks like {format}; a recipe is TOML, in which `training: {{steps: 5}}` is a "
-        "line `[training]` and below it `steps = 5`; docs/configuration.md has all keys, and "
-        "`isobit recipe quickstart` prints an example"
+        "line `[training]` and below it `steps = 5`; `isobit schema --markdown` prints all keys, "
+        "and `isobit recipe quickstart` prints an example"
     )
 
 
@@ -157,6 +157,10 @@ class Words:
 
     overrides: list[Override] = field(default_factory=list["Override"])
     faults: list[str] = field(default_factory=list[str])
+    faults_if_built: list[str] = field(default_factory=list[str])
+    """Faults of flags that are overrides all the same, so that the schema answers their names: they
+    count where a later table has replaced what they set.
+    """
 
 
 def read_words(arguments: Sequence[str], model: type[BaseModel]) -> Words:
@@ -185,6 +189,8 @@ def read_words(arguments: Sequence[str], model: type[BaseModel]) -> Words:
         if fault or (loose and is_ours):
             read.faults.append(fault or loose)
             continue
+        if loose:
+            read.faults_if_built.append(loose)
         several = [read_value(key, value) for value in values] or [True]
         read.overrides.append((parts, several[0] if len(several) == 1 else several))
     return read
@@ -319,8 +325,8 @@ def build_with(
         built = model.model_validate(tables)
     except ValidationError as error:
         raise listed_error([*words.faults, *refused_lines(error, model)], source) from None
-    if words.faults:
-        raise listed_error(words.faults, _COMMAND_LINE)
+    if words.faults or words.faults_if_built:
+        raise listed_error([*words.faults, *words.faults_if_built], _COMMAND_LINE)
     return built
 
 
