@@ -19,6 +19,7 @@ from isobit.memory.host import microbatch_tokens
 from isobit.memory.sharing import DeviceSharing, PhaseMemory
 from isobit.records.batch import PackedBatch
 from isobit.rewards.grading import grade
+from isobit.rollout import native
 from isobit.rollout.native import NativeEngine
 from isobit.run import loop, model_source, plan, run, sft_objectives
 from isobit.run import sft as sft_loop
@@ -154,9 +155,9 @@ def test_an_engine_that_stays_gives_nothing_back_and_changes_no_bit(
 ) -> None:
     """It captures once, and its cache is among what training takes."""
     made: list[object] = []
-    empty_cache = NativeEngine._empty_cache
+    make_runner = native._default_runner
     monkeypatch.setattr(
-        NativeEngine, "_empty_cache", lambda self: made.append(1) or empty_cache(self)
+        native, "_default_runner", lambda *a, **k: made.append(1) or make_runner(*a, **k)
     )
     staying = {**PLAN.training, "KV pages": PLAN.rollout["KV pages"]}
     monkeypatch.setitem(globals(), "PLAN", replace(PLAN, training=staying))

@@ -42,21 +42,21 @@ REASONS_WITHOUT_SIGNAL: Mapping[str, tuple[str, str]] = {
     ),
     "no_advantage": ("with an advantage of 0", "see their rewards in completions.jsonl"),
 }
-"""Why a completion taught nothing, by name: the rest of a sentence, and what to do."""
+"""Why a completion gave no signal, by name: the rest of a sentence, and what to do."""
 
 
-def describe_reasons(untaught: Mapping[str, float], advise: bool = False) -> str:
-    """Why completions, counted by the names of ``REASONS_WITHOUT_SIGNAL``, had no signal; with
+def describe_reasons(counts: Mapping[str, float], advise: bool = False) -> str:
+    """Why completions, counted by the names of ``REASONS_WITHOUT_SIGNAL``, gave no signal; with
     ``advise`` also what to do about most of them.
     """
-    counts = [(name, untaught[name]) for name in REASONS_WITHOUT_SIGNAL if untaught.get(name)]
-    total = sum(count for _, count in counts)
-    if not counts:
+    reasons = [(name, counts[name]) for name in REASONS_WITHOUT_SIGNAL if counts.get(name)]
+    total = sum(count for _, count in reasons)
+    if not reasons:
         return "no completions"
-    parts = [f"{count:,.0f} {REASONS_WITHOUT_SIGNAL[name][0]}" for name, count in counts]
-    if len(counts) == 1:
-        text = f"{total:,.0f} completions, all {REASONS_WITHOUT_SIGNAL[counts[0][0]][0]}"
+    parts = [f"{count:,.0f} {REASONS_WITHOUT_SIGNAL[name][0]}" for name, count in reasons]
+    if len(reasons) == 1:
+        text = f"{total:,.0f} completions, all {REASONS_WITHOUT_SIGNAL[reasons[0][0]][0]}"
     else:
         text = f"{total:,.0f} completions, {', '.join(parts[:-1])} and {parts[-1]}"
-    most = max(counts, key=lambda pair: pair[1])[0]
+    most = max(reasons, key=lambda pair: pair[1])[0]
     return f"{text}; {REASONS_WITHOUT_SIGNAL[most][1]}" if advise else text

@@ -43,7 +43,7 @@ _TICK_S = 0.1
 
 def described(policy: Policy, bits: Mapping[str, str]) -> dict[str, Any]:
     """The description of a run that a server must share, as it comes out of JSON; ``bits`` is the
-    class of the run's machine (``isobit.store.manifest``).
+    class of the run's machine (``isobit.store.class_of_bits``).
     """
     graph = policy.flow.graph("rollout")
     value = {

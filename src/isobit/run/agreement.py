@@ -31,7 +31,8 @@ def check_machines(world: World, device: torch.device) -> None:
     threads.
     """
     here = environment(device)
-    # of a CPU it is compared what the instructions compute (isobit.store.manifest), not their name
+    # of a CPU what the instructions compute is compared (isobit.store.class_of_bits), not their
+    # name
     del here["device"]["instructions" if device.type == "cpu" else "threads"]
     check_alike(world.all_gather({"host": world.host, **here}))
 

@@ -10,7 +10,7 @@ another reward, other data or another tokenizer the rest of a run would silently
     model.tokenizer               all files of the tokenizer
     model.tokens                  which rows of lm_head are in the distribution
     model.generation              generation_config.json
-    reward.function.source        the user's own code (``isobit.util.user_code``); of the parts of a
+    reward.function.source        the user's own code (``isobit.util.user_source``); of the parts of a
                                   reward it is reward.parts.NAME.function.source
     reward.rubric                 the file that a judge's rubric is in
     environment.class.source      the class of an environment, likewise
@@ -18,7 +18,7 @@ another reward, other data or another tokenizer the rest of a run would silently
     algorithm.source.content      an objective of the user's own
 
 Weights are not among them: a checkpoint holds the policy's, and digests of all others
-(``isobit.store.manifest.Extra``).
+(``isobit.store.training_run.Extra``).
 """
 
 import hashlib

@@ -115,7 +115,7 @@ def plan_reward_models(
 
 
 class ModelRewards:
-    """All reward models of a recipe on their device (``isobit.store.manifest.Extra``)."""
+    """All reward models of a recipe on their device (``isobit.store.training_run.Extra``)."""
 
     def __init__(
         self,

@@ -32,8 +32,8 @@ def notices(record: RunRecord) -> Iterator[str]:
     is_training = ~np.isnan(record.figures.column("updates/skipped"))
     if without_signal := record.total("updates/without_signal"):
         without = np.sum(is_training & (record.figures.column("updates/taken") == 0))
-        untaught = {name: record.total(f"no_signal/{name}") for name in REASONS_WITHOUT_SIGNAL}
-        why = f" ({describe_reasons(untaught, advise=True)})" if any(untaught.values()) else ""
+        reasons = {name: record.total(f"no_signal/{name}") for name in REASONS_WITHOUT_SIGNAL}
+        why = f" ({describe_reasons(reasons, advise=True)})" if any(reasons.values()) else ""
         yield (
             f"{without_signal:,.0f} updates had nothing to learn from; no weight changed in "
             f"{without:,} of {np.sum(is_training):,} steps{why}"
