@@ -98,6 +98,17 @@ def test_an_unfinished_line_is_cut_off(rest: bytes, tmp_path: Path) -> None:
     assert path.read_bytes() == whole
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", b"[1]", b"\xff", b"null", b"1" * 5000],
+    ids=["deep", "list", "no text", "null", "digits"],
+)
+def test_lines_up_to_one_that_holds_no_object_are_whole(damaged: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "rewards.jsonl"
+    path.write_bytes(b'{"a": 1}\n' + damaged + b'\n{"b": 2}\n')
+    assert whole_lines(path, 0) == [b'{"a": 1}\n']
+
+
 def test_a_grading_that_failed_is_not_recorded(tmp_path: Path) -> None:
     record = opened(tmp_path / "rewards.jsonl")
     with pytest.raises(RewardError):

@@ -52,6 +52,7 @@ from isobit.rewards.grade import failure_of
 from isobit.rewards.messages import frame, read_frame, write_all
 from isobit.rewards.supervisor import descendants, leave_to_trainer, limit_memory, supervised
 from isobit.util.errors import ToolError
+from isobit.util.strict_json import parsed_line
 
 _END_S = 0.3
 """Seconds that a process which closed its pipe gets to end, so that its exit code is known."""
@@ -259,13 +260,8 @@ class Host:
 
     def _answer(self, key: int, line: bytes) -> None:
         episode = self._episodes[key]
-        try:
-            content = json.loads(line)
-        except (ValueError, RecursionError):
-            content = None
-        if isinstance(content, dict) and not content.keys() <= _OF_AN_ANSWER:
-            content = None
-        if not isinstance(content, dict) or episode.began is None:
+        content = parsed_line(line)
+        if content is None or not content.keys() <= _OF_AN_ANSWER or episode.began is None:
             self._drop(key, "flood", "it wrote into the pipe of its answers")
             return
         seconds = monotonic() - episode.began

@@ -23,8 +23,8 @@ import numpy as np
 
 from isobit.observe.figures import Column
 from isobit.observe.growing_file import LONGEST_LINE, LOOK_S, GrowingFile
-from isobit.store.journals import parsed_line
 from isobit.util.plain_files import open_plain
+from isobit.util.strict_json import parsed_line
 
 PAGE = 50
 """Completions of a page of results."""

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isobit.observe.growing_file import GrowingFile
-from isobit.store.journals import parsed_line
 from isobit.util.plain_files import open_plain
+from isobit.util.strict_json import parsed_line
 
 Column = NDArray[Any]
 """A number for each step, or for each point of a chart."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, BinaryIO
 
-from isobit.store.journals import parsed_line
 from isobit.util.plain_files import open_plain
+from isobit.util.strict_json import parsed_line
 
 LOOK_S = 0.5
 """How long one look at a file may read."""

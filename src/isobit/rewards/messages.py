@@ -40,15 +40,6 @@ def line(content: dict[str, Any], text: str = "message") -> bytes:
     return encoded
 
 
-def read_line(encoded: bytes) -> dict[str, Any] | None:
-    """The object of a line, or None if it is invalid."""
-    try:
-        content = json.loads(encoded)
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
 def write_all(descriptor: int, encoded: bytes) -> None:
     while encoded:
         encoded = encoded[os.write(descriptor, encoded) :]

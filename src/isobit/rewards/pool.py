@@ -33,11 +33,12 @@ from typing import Any, get_args
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.counts import bounded
 from isobit.rewards.grade import LARGEST, Failure, Outcome
-from isobit.rewards.messages import LINE_LIMIT, frame, read_line
+from isobit.rewards.messages import LINE_LIMIT, frame
 from isobit.rewards.python_rewards import PREFIX, packed_reward
 from isobit.rewards.signatures import Mode
 from isobit.rewards.worker import GraderStart
 from isobit.util.errors import RewardError
+from isobit.util.strict_json import parsed_line
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _END_S = 3.0
@@ -131,7 +132,7 @@ class GraderProcess:
         *lines, rest = bytes(self._unread).split(b"\n")
         self._unread[:] = rest
         for line in lines:
-            content = read_line(line)
+            content = parsed_line(line)
             if content is None:
                 self._keep_noise(line)
             elif type(code := content.get("ended")) is int:

@@ -10,8 +10,8 @@ another reward, other data or another tokenizer the rest of a run would silently
     model.tokenizer               all files of the tokenizer
     model.tokens                  which rows of lm_head are in the distribution
     model.generation              generation_config.json
-    reward.function.source        the user's own code (``isobit.util.user_source``); of the parts of a
-                                  reward it is reward.parts.NAME.function.source
+    reward.function.source        the user's own code (``isobit.util.user_source``); of the parts of
+                                  a reward it is reward.parts.NAME.function.source
     reward.rubric                 the file that a judge's rubric is in
     environment.class.source      the class of an environment, likewise
     environment.documents         names and contents of what ``search`` finds

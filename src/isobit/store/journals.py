@@ -4,7 +4,6 @@ A checkpoint records the size of each.  What follows belongs to steps that a res
 and is cut.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from isobit.store.directory import RunDirectory
 from isobit.util.errors import CheckpointError
 from isobit.util.files import sync
 from isobit.util.plain_files import open_plain, read_plain
+from isobit.util.strict_json import parsed_line
 
 EVENTS_SUFFIX = ".isobit"
 """Suffix of the event files that a run writes; other files in their folder are left alone."""
@@ -76,11 +76,7 @@ def whole_lines(path: Path, position: int) -> list[bytes]:
         return []
     lines: list[bytes] = []
     for line in read_plain(path, largest=None)[position:].splitlines(keepends=True):
-        try:
-            whole = line.endswith(b"\n") and isinstance(json.loads(line), dict)
-        except ValueError:
-            whole = False
-        if not whole:
+        if not line.endswith(b"\n") or parsed_line(line) is None:
             break
         lines.append(line)
     return lines
@@ -100,12 +96,3 @@ def read_lines(path: Path, position: int = 0) -> list[dict[str, Any] | None]:
     with open_plain(path) as file:
         file.seek(position)
         return [parsed_line(line) for line in file]
-
-
-def parsed_line(line: bytes) -> dict[str, Any] | None:
-    """A line's JSON object; None where it is damaged."""
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None

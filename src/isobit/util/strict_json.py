@@ -1,4 +1,5 @@
-"""JSON as every reader takes it: what this project writes into files, pipes and answers.
+"""JSON as every reader takes it: what this project writes into files, pipes and answers, and its
+lines read again.
 
 Python's own writer makes of a number that is not finite a bare ``NaN`` or ``Infinity``, which are
 no JSON and at which other readers stop, and a missing number of a table is such a one. Here they
@@ -38,6 +39,15 @@ def json_line(
 ) -> bytes:
     """A record of a JSONL file, with its line end. Raises as ``json_text`` does."""
     return f"{json_text(record, default=default, ascii=ascii)}\n".encode()
+
+
+def parsed_line(line: bytes) -> dict[str, Any] | None:
+    """A line's JSON object; None where it is damaged, or is something else."""
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def _dumped(content: Any, indent: int | None, default: Default | None, ascii: bool) -> str:

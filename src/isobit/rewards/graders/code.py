@@ -28,7 +28,6 @@ from typing import Any
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.counts import count
 from isobit.rewards.graders.text import cell, closed, last_code, visible
-from isobit.rewards.messages import read_line
 from isobit.rewards.sandbox import (
     Launcher,
     OutputLimitError,
@@ -39,6 +38,7 @@ from isobit.rewards.sandbox import (
     launcher,
 )
 from isobit.rewards.sandboxed.main import MEMORY
+from isobit.util.strict_json import parsed_line
 
 MOST_CODE = 100_000
 """Characters of code; longer code scores 0."""
@@ -179,7 +179,7 @@ def _passed(output: bytes) -> bool:
     if not output:  # the tests' process reached a limit because of the answer, and was killed
         count("code: tests died")
         return False
-    match read_line(output):
+    match parsed_line(output):
         case {"verdict": "unusable", "message": str(message)}:
             raise UnusableTestsError(message)
         case {"verdict": "died"}:
