@@ -11,6 +11,7 @@ import lzma
 import zlib
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any, cast
@@ -23,7 +24,7 @@ LONGEST_LINE = 1 << 26
 LONGEST_ARRAY = 1 << 30
 """Bytes of a file that is one JSON array, which is read at once."""
 MOST_PADDING = 1 << 20
-"""Zeros behind the data of a gzip file, as some tapes and full disks leave them."""
+"""Zeros behind the data of a compressed file, as some tapes and full disks leave them."""
 MOST_BLANK = 1_000_000
 """Blank lines without a row between them: a small compressed file can hold any number."""
 
@@ -99,51 +100,47 @@ def _unreadable(path: Path, error: OSError | ValueError, kind: str) -> DataError
     return DataError(f"cannot read {path}: {reason}; expected a {kind} file")
 
 
-class _ZerosEnd(io.BufferedReader):
-    """A file for ``GzipFile``, which skips zeros behind the data a byte at a time, however many
+class _Padded:
+    """A compressed file for Python's decompressors, which skip zeros behind the data, however many
     there are: a file that was lengthened to a terabyte would come to no end.
     """
 
-    _zeros = 0
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._zeros = file, 0
+        self.seek, self.seekable = file.seek, file.seekable
 
-    def read(self, size: int | None = -1, /) -> bytes:
-        content = super().read(size)
-        self._zeros = self._zeros + 1 if content == b"\0" else 0
+    def read(self, size: int = -1) -> bytes:
+        content = self._file.read(size)
+        self._zeros = 0 if content.strip(b"\0") else self._zeros + len(content)
         if self._zeros > MOST_PADDING:
-            raise gzip.BadGzipFile(f"more than {MOST_PADDING:,} zeros behind the data")
+            raise EOFError(f"more than {MOST_PADDING:,} zeros behind the data")
         return content
 
 
-class _GzipRows(gzip.GzipFile):
-    def __init__(self, path: Path) -> None:
-        self._content = _ZerosEnd(open_plain(path).detach())
-        super().__init__(fileobj=cast(Any, self._content))
-
-    def close(self) -> None:
-        super().close()
-        self._content.close()
-
-
-_COMPRESSED: Mapping[bytes, Callable[[Path], Any]] = {
-    b"\x1f\x8b": _GzipRows,
+_COMPRESSED: Mapping[bytes, Callable[[Any], Any]] = {
+    b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file),
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ\0": lzma.LZMAFile,
 }
-"""Openers of compressed files, by the bytes that the files begin with."""
+"""Decompressed content of open files, by the bytes that the files begin with."""
 _ZSTANDARD = b"\x28\xb5\x2f\xfd"
 _DAMAGED = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 
 
-def _opened(path: Path) -> IO[bytes]:
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
     """A file's bytes, decompressed, whatever its name. Raises OSError."""
     with open_plain(path) as file:
         begin = file.read(8)
-    for magic, opens in _COMPRESSED.items():
-        if begin.startswith(magic):
-            return opens(path)
-    if begin.startswith(_ZSTANDARD):
-        raise DataError(f"{path} is compressed with Zstandard; decompress it, or take gzip")
-    return open_plain(path)
+        file.seek(0)
+        if begin.startswith(_ZSTANDARD):
+            raise DataError(f"{path} is compressed with Zstandard; decompress it, or take gzip")
+        for magic, decompressed in _COMPRESSED.items():
+            if begin.startswith(magic):
+                with decompressed(_Padded(file)) as content:
+                    yield content
+                return
+        yield file
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
