@@ -543,7 +543,6 @@ def test_no_tools_are_no_tools(tmp_path: Path, tools: Any) -> None:
     assert load_rows(source)[0].tools is None
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["end", "middle"])
 @pytest.mark.parametrize("compress", [gzip.compress, lzma.compress])
 def test_zeros_behind_compressed_rows_come_to_an_end(
