@@ -36,7 +36,9 @@ class PrecisionConfig(Strict):
     """Format of Q, K, V and the KV cache, on the sides whose linears are in FP8 or INT8; by default
     the preset's.
     """
-    wgrad: Literal["fp8", "bf16"] | None = None
+    dgrad: Literal["fp8", "int8"] | None = None
+    """Format of the operands of DGrad, where linears are in INT8; by default FP8."""
+    wgrad: Literal["fp8", "int8", "bf16"] | None = None
     """Format of the operands of WGrad, where linears are in FP8 or INT8; by default FP8 in FP8
     flows and BF16 in INT8 flows.
     """

@@ -249,7 +249,7 @@ class Backend(Protocol):
         """dX = dY W, [T, K]."""
         ...
 
-    def wgrad(self, dy: Operand, x: Operand, grad: torch.Tensor) -> None:
+    def wgrad(self, dy: Operand, x: Operand, grad: torch.Tensor, site: Site) -> None:
         """grad [N, K] += dY^T X, from ``OutputGradient.tokens`` and ``LinearInput.saved``."""
         ...
 

@@ -302,7 +302,8 @@ class Linear:
             dy = weights.backend.output_gradient(dy, weights.linears[self.path].site)
         if self.lora is None:
             assert saved.x is not None, "the forward has saved"
-            weights.backend.wgrad(dy.tokens, saved.x, gradient(f"{self.path}.weight"))
+            site = weights.linears[self.path].site
+            weights.backend.wgrad(dy.tokens, saved.x, gradient(f"{self.path}.weight"), site)
         dx = weights.backend.dgrad(dy.rows, weights.linears[self.path])
         if self.adapter is not None:
             assert isinstance(dy.tokens, torch.Tensor), "an adapter reads dY in BF16"

@@ -8,7 +8,9 @@ the training forward graph, that is, every site reads and writes the same format
 
 FProp is Y = X W^T, DGrad is dX = dY W, WGrad is dW = dY^T X. In E4M3, X and dY have 1x128 groups
 along the contraction, W has 128x128 blocks, and WGrad's two operands have groups of 128 tokens.
-In INT8, X and W have one scale a row, DGrad is in E4M3, and WGrad by default in BF16.
+In INT8, X and W have one scale a row; DGrad is in E4M3, and WGrad in BF16. With ``precision.dgrad``
+and ``precision.wgrad`` both are in INT8, too: DGrad's operands have one scale a row for each matrix
+that is fused, WGrad's one a row over all tokens.
 """
 
 from collections.abc import Mapping
@@ -17,7 +19,7 @@ from itertools import groupby
 from typing import Literal
 
 from isobit.config.precision import KvCalibration, PrecisionConfig
-from isobit.precision.quant_tensor import EIGHT_BITS, Format, ScaleKind, Side
+from isobit.precision.quant_tensor import EIGHT_BITS, INT8_SUMMANDS, Format, ScaleKind, Side
 from isobit.util.errors import ConfigError
 
 SiteKind = Literal[
@@ -231,6 +233,7 @@ def _check_options(config: PrecisionConfig, shape: DecoderShape) -> None:
             "linears in 8 bits; take one that has, or leave the key out"
         )
     _check_kv_scales(config)
+    _check_backward(config, shape)
     known = {name for site in shape.sites if site.linear is not None for name in site.aliases}
     for module in config.modules_bf16:
         if module not in known:
@@ -239,6 +242,23 @@ def _check_options(config: PrecisionConfig, shape: DecoderShape) -> None:
                 f"precision.modules_bf16 names {module!r}, which the model does not have; name one "
                 f"of {', '.join(names)}, "
                 f"alone or as layers.N.NAME with N below {shape.num_layers}"
+            )
+
+
+def _check_backward(config: PrecisionConfig, shape: DecoderShape) -> None:
+    keys = {"dgrad": config.dgrad, "wgrad": config.wgrad if config.wgrad == "int8" else None}
+    for key, value in keys.items():
+        if value is None:
+            continue
+        if not config.preset.startswith("int8"):
+            fitting = ", ".join(name for name in _PRESETS if name.startswith("int8"))
+            raise ConfigError(
+                f'precision.{key} is "{value}", but in the preset {config.preset!r} no linear is '
+                f"in INT8; take one of {fitting}, or leave the key out"
+            )
+        if value == "int8" and any(linear.experts > 1 for linear in shape.linears):
+            raise ConfigError(
+                f'precision.{key} is "int8", but experts have no backward in INT8; leave the key out'
             )
 
 
@@ -291,6 +311,7 @@ def _build_graph(config: PrecisionConfig, shape: DecoderShape, side: Side) -> Gr
     return Graph(tuple(sites), base)
 
 
+_BACKWARD: Mapping[str, Format] = {"fp8": "e4m3", "int8": "int8", "bf16": "bf16"}
 _ATTENTION: Mapping[str, Format] = {"fp8": "e4m3", "int8": "int8", "bf16": "bf16"}
 
 
@@ -305,9 +326,22 @@ def _formats_of(config: PrecisionConfig, side: Side) -> tuple[Format, Format]:
 def _linear_site(config: PrecisionConfig, name: str, linear: LinearShape, format: Format) -> Site:
     if format not in EIGHT_BITS:
         return Site(name, "linear", format, dgrad=format, wgrad=format, parts=linear.rows)
-    by_default = "bf16" if format == "int8" else "fp8"
-    wgrad: Format = "e4m3" if (config.wgrad or by_default) == "fp8" else "bf16"
-    return Site(name, "linear", format, config.scales, "e4m3", wgrad, linear.rows)
+    dgrad, wgrad = _backward_formats(config, linear, format)
+    return Site(name, "linear", format, config.scales, dgrad, wgrad, linear.rows)
+
+
+def _backward_formats(
+    config: PrecisionConfig, linear: LinearShape, format: Format
+) -> tuple[Format, Format]:
+    """The formats of DGrad and WGrad of a linear in 8 bits.  Experts have no backward in INT8, and
+    DGrad no sums of more than ``INT8_SUMMANDS``.
+    """
+    if format == "e4m3":
+        return "e4m3", _BACKWARD[config.wgrad or "fp8"]
+    dgrad, wgrad = config.dgrad or "fp8", config.wgrad or "bf16"
+    if max(linear.rows) > INT8_SUMMANDS:
+        dgrad = "fp8"
+    return _BACKWARD[dgrad], _BACKWARD[wgrad]
 
 
 def _head_format(config: PrecisionConfig, side: Side, base: Format) -> Format:

@@ -28,7 +28,8 @@ rows of +1 and -1, and H H = n. With amax the largest number of a row of X H, at
     scale = amax / 127                                         of a weight, divided by n
 
 Integer sums are exact, so X W^T = (values_x values_w^T) * scale_x * scale_w has one right answer.
-A row that was not finite has a NaN scale.
+A row that was not finite has a NaN scale. What the backward contracts over is another dimension:
+``isobit.kernels.spec.int8_backward`` says how its operands are scaled.
 
 **Figures** (``measure_published``). With x a matrix of a checkpoint and q the numbers that its E4M3
 bytes stand for, both [N, K]:
@@ -73,6 +74,8 @@ AMAX_FLOOR = 2.0**-60
 BLOCK = 128
 
 INT8_MAX = 127.0
+INT8_SUMMANDS = (2**31 - 1) // 127**2
+"""Products of two numbers of INT8 whose sum an INT32 always holds: 133,144."""
 
 DTYPES: dict[Format, torch.dtype] = {
     "e4m3": E4M3,
@@ -226,6 +229,22 @@ class Int8Rows:
         """Overwrite in place, for all holders of this matrix."""
         self.values.copy_(other.values)
         self.scales.copy_(other.scales)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Parts:
+    """An operand of DGrad: INT8 values [R, C], whose columns are parts of these sizes, and the FP32
+    scale [parts, R] of each row and part.  A back end may lay parts out in whole blocks.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    parts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert self.values.dtype == torch.int8, self.values.dtype
+        expected = len(self.parts), len(self.values)
+        assert self.scales.shape == expected, (self.scales.shape, expected)
 
 
 QuantisedWeight = QuantTensor | Int8Rows

@@ -180,7 +180,7 @@ def wgrad(
     def gradients() -> dict[str, Tensor]:
         grad = torch.zeros(sum(parts), columns)
         made = linear_module.output_gradient(dy, site).tokens
-        linear_module.wgrad(made, linear_module.input_saved(x, site), grad)
+        linear_module.wgrad(made, linear_module.input_saved(x, site), grad, site)
         return {"weight": grad}
 
     read = as_read(x)

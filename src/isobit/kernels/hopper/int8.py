@@ -50,7 +50,7 @@ from isobit.precision.quant_tensor import (
 _BLOCKS_OF_SPLIT = 4  # of 128 along K, at least: fewer would not fill the pipeline
 _WIDTH = 1024  # columns of a program that adds splits
 _ONE_WAVE = 64 * PROGRAMS  # rows of W: a tile of 64 for each multiprocessor
-_BAND = 16  # rows of tiles that share W in the L2 cache
+BAND = 16  # rows of tiles that share W in the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def _depth(k: int, most: int) -> int:
 
 
 @triton.jit
-def _scaled(sums, x_scale, w_scale):
+def scaled(sums, x_scale, w_scale):
     """INT32 sums -> FP32, which a store rounds to BF16 where the output is."""
     return sums.to(tl.float32) * x_scale * w_scale
 
@@ -204,7 +204,7 @@ def _gemm_kernel(
         if not SWAPS:
             x_scale = tl.load(X_SCALE + row % m)
             w_scale = tl.load(W_SCALE + column % n)
-        tl.store(place, _scaled(sums, x_scale[:, None], w_scale[None, :]), mask=inside)
+        tl.store(place, scaled(sums, x_scale[:, None], w_scale[None, :]), mask=inside)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -231,7 +231,7 @@ def _persistent_kernel(
         w_scale = tl.load(W_SCALE + column % n)
         place = OUT + row[:, None].to(tl.int64) * out_row + column[None, :]
         inside = (row < m)[:, None] & (column < n)[None, :]
-        tl.store(place, _scaled(sums, x_scale[:, None], w_scale[None, :]), mask=inside)
+        tl.store(place, scaled(sums, x_scale[:, None], w_scale[None, :]), mask=inside)
 
 
 @triton.jit
@@ -272,7 +272,7 @@ def _dots_kernel(
         x11, x12 = tl.split(x1)
         x21, x22 = tl.split(x2)
         sums = _dot4(w22, x22, _dot4(w21, x21, _dot4(w12, x12, _dot4(w11, x11, sums))))
-    made = _scaled(tl.sum(sums, 2), x_scale[None, :], w_scale[:, None])
+    made = scaled(tl.sum(sums, 2), x_scale[None, :], w_scale[:, None])
     place = OUT + token[None, :].to(tl.int64) * out_row + row[:, None]
     tl.store(place, made, mask=(row < n)[:, None] & (token < m)[None, :])
 
@@ -289,7 +289,7 @@ def _add_splits_kernel(
     for split in tl.static_range(SPLITS):
         total += tl.load(SUMS + (split * m + row) * n + column, mask=inside, other=0)
     w_scale = tl.load(W_SCALE + column, mask=inside, other=0.0)
-    made = _scaled(total, tl.load(X_SCALE + row), w_scale)
+    made = scaled(total, tl.load(X_SCALE + row), w_scale)
     tl.store(OUT + row * out_row + column, made, mask=inside)
 
 
@@ -321,7 +321,7 @@ def int8_gemm_nt(
         _persistent_kernel[(min(2 * PROGRAMS, tiles),)](
             TensorDescriptor(x.values, [m, k], [k, 1], [cut.block_m, BLOCK]),
             TensorDescriptor(weight.values, [n, k], [k, 1], [cut.block_n, BLOCK]),
-            x.scales, weight.scales, out, m, n, k, out.stride(0), cut.block_m, cut.block_n, _BAND,
+            x.scales, weight.scales, out, m, n, k, out.stride(0), cut.block_m, cut.block_n, BAND,
             num_warps=4, num_stages=cut.stages, enable_fp_fusion=False,
         )  # fmt: skip
         return out

@@ -9,7 +9,8 @@
 In E4M3, DGrad's dY is in 1x128 groups along N and W's 128x128 blocks are the forward's, both in
 whole blocks of W's parts.  WGrad's operands are in groups of 128 tokens (``token_groups``), or in
 BF16 (``precision.wgrad``, and layers in BF16).  Where both copies of an operand are needed, one
-kernel reads it once.  A linear in INT8 has its backward in E4M3.
+kernel reads it once.  A linear in INT8 has DGrad in E4M3 and WGrad in BF16, or where the flow asks
+for it in INT8 (``int8_backward``).
 
 LoRA's products are narrow: x A^T has a few dozen columns, and a library's tile of a decode step
 would go through all of K on four multiprocessors.  K is cut into parts here, at fixed places, whose
@@ -58,6 +59,7 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from isobit.kernels.hopper import int8_backward
 from isobit.kernels.hopper.device_functions import padded_size, runs
 from isobit.kernels.hopper.gemm import (
     BackEnd,
@@ -67,6 +69,13 @@ from isobit.kernels.hopper.gemm import (
     fp8_gemm_nt,
 )
 from isobit.kernels.hopper.int8 import int8_gemm_nt, transposed_weight
+from isobit.kernels.hopper.int8_backward import (
+    Unbalanced,
+    balanced_rows,
+    quantise_parts,
+    row_amax,
+    transposed_parts,
+)
 from isobit.kernels.hopper.quantise import (
     QuantRows,
     quantise_gradient,
@@ -85,7 +94,14 @@ from isobit.kernels.operands import (
 )
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK as WHOLE_BLOCK
-from isobit.precision.quant_tensor import Int8Rows, QuantTensor, ScaleKind, num_blocks
+from isobit.precision.quant_tensor import (
+    INT8_SUMMANDS,
+    Int8Parts,
+    Int8Rows,
+    QuantTensor,
+    ScaleKind,
+    num_blocks,
+)
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
@@ -611,9 +627,15 @@ def adapter_backward(
 
 def output_gradient(dy: torch.Tensor, site: Site) -> OutputGradient:
     """dY BF16 [T, N] as DGrad and WGrad read it."""
+    parts = site.parts or (dy.shape[1],)
+    if site.dgrad == "int8":
+        rows, amax = quantise_parts(dy, parts)
+        if site.wgrad == "int8":
+            return OutputGradient(rows, Unbalanced(dy, amax))
+        tokens = quantise_tokens(dy, site.scales) if site.wgrad == "e4m3" else dy
+        return OutputGradient(rows, tokens)
     if site.dgrad != "e4m3":
         return OutputGradient(dy, dy)
-    parts = site.parts or (dy.shape[1],)
     if site.wgrad != "e4m3":
         return OutputGradient(quantise_gradient(dy, parts, site.scales), dy)
     return OutputGradient(*gradient_both(dy, parts, site.scales))
@@ -621,6 +643,9 @@ def output_gradient(dy: torch.Tensor, site: Site) -> OutputGradient:
 
 def dgrad(dy: Operand, weight: LinearWeight) -> torch.Tensor:
     """dX = dY W, BF16 [T, K]."""
+    if isinstance(dy, Int8Parts):
+        assert isinstance(weight.matrix, Int8Rows)
+        return int8_backward.dgrad(dy, transposed_parts(weight.matrix, dy.parts))
     if isinstance(weight.matrix, Int8Rows):
         assert isinstance(dy, QuantRows)
         parts, scales = weight.site.parts or (len(weight.matrix.values),), weight.site.scales
@@ -633,12 +658,19 @@ def dgrad(dy: Operand, weight: LinearWeight) -> torch.Tensor:
     return bf16_gemm_nn(dy, weight.matrix)
 
 
-def wgrad(dy: Operand, x: Operand, grad: torch.Tensor) -> None:
+def wgrad(dy: Operand, x: Operand, grad: torch.Tensor, site: Site) -> None:
     """grad, FP32 [N, K], += dY^T X."""
     if isinstance(x, QuantRows):
         assert isinstance(dy, QuantRows)
         fp8_gemm_tn(dy, x, grad)
         return
-    assert isinstance(dy, torch.Tensor)
     assert isinstance(x, torch.Tensor)
-    bf16_gemm_tn(dy, x, grad)
+    if site.wgrad == "int8" and len(x) <= INT8_SUMMANDS:
+        if isinstance(dy, torch.Tensor):
+            dy = Unbalanced(dy, row_amax(dy))
+        assert isinstance(dy, Unbalanced)
+        int8_backward.wgrad(*balanced_rows(dy, x), grad)
+        return
+    wide = dy.values if isinstance(dy, Unbalanced) else dy
+    assert isinstance(wide, torch.Tensor)
+    bf16_gemm_tn(wide, x, grad)

@@ -146,15 +146,19 @@ def scale_groups(first, GROUPS: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def _quantise_kernel(
-    X, VALUES, SCALES, scale_stride, K: tl.constexpr, X_ROW: tl.constexpr, OUT: tl.constexpr,
+    X, VALUES, SCALES, AMAX, scale_stride, K: tl.constexpr, X_ROW: tl.constexpr, OUT: tl.constexpr,
     OUT_ROW: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """One program GROUPS groups of one row: K numbers of the X_ROW in it, to OUT of OUT_ROW."""
+    """One program GROUPS groups of one row: K numbers of the X_ROW in it, to OUT of OUT_ROW.  With
+    AMAX, of a whole row, the bits of the largest number go there.
+    """
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUPS
     column = first * 128 + tl.arange(0, GROUPS * 128)
     group = scale_groups(first, GROUPS, LEVELS)
     x = tl.load(X + row * X_ROW + column, mask=column < K, other=0.0).to(tl.float32)
+    if AMAX is not None:
+        tl.store(AMAX + row, amax_bits(x, 0))
     values, scales = quantise_groups(x, GROUPS, POWER_OF_TWO, LEVELS)
     tl.store(VALUES + row * OUT_ROW + column, values, mask=column < OUT)
     tl.store(SCALES + group * scale_stride + row, scales, mask=group < (K + 127) // 128)
@@ -285,7 +289,7 @@ def _quantise(
     groups = _groups_of_program(columns)
     grid = (x.shape[0], triton.cdiv(columns, groups * BLOCK))
     _quantise_kernel[grid](
-        x, out.values, out.scales, out.scales.stride(1), columns, row, written,
+        x, out.values, out.scales, None, out.scales.stride(1), columns, row, written,
         out.values.stride(0), groups, scales == "power_of_two", None, num_warps=4,
     )  # fmt: skip
 
@@ -293,12 +297,28 @@ def _quantise(
 def quantise_int8(x: torch.Tensor) -> Int8Rows:
     """[M, K] BF16 or FP32, contiguous -> INT8 behind the Hadamard matrix."""
     rows, columns = x.shape
-    out, width = Int8Rows.empty(rows, columns, x.device), width_of_row(columns)
-    _quantise_kernel[(rows,)](
-        x, out.values, out.scales, 0, columns, columns, columns, columns, width // BLOCK, False,
-        levels(columns), num_warps=warps_of_row(width), enable_fp_fusion=False,
-    )  # fmt: skip
+    out = Int8Rows.empty(rows, columns, x.device)
+    quantise_columns(x, columns, columns, out, columns)
     return out
+
+
+def quantise_columns(
+    x: torch.Tensor,
+    row: int,
+    columns: int,
+    out: Int8Rows,
+    written: int,
+    amax: torch.Tensor | None = None,
+) -> None:
+    """``columns`` of x, whose rows are ``row`` apart, to ``written`` of out, padded with zeros; the
+    bits of the largest number of each row to ``amax``, int32 [M].
+    """
+    width = width_of_row(columns)
+    _quantise_kernel[(len(x),)](
+        x, out.values, out.scales, amax, 0, columns, row, written, out.values.stride(0),
+        width // BLOCK, False, levels(columns), num_warps=warps_of_row(width),
+        enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def levels(columns: int) -> int:

@@ -107,16 +107,22 @@ def saved(site: Site, numbers: int, is_kept: bool = False) -> int:
 
 
 def gradient(site: Site, numbers: int) -> int:
-    """Two copies in E4M3, or one of them beside the gradient itself; DGrad's is in whole blocks."""
-    if site.dgrad != "e4m3":
+    """Two copies in 8 bits, or one of them beside the gradient itself, which WGrad in INT8 reads,
+    too; DGrad's is in whole blocks.
+    """
+    if site.dgrad not in EIGHT_BITS:
         return 2 * numbers
-    rows = _quantised(-(-numbers * _whole(site) // sum(site.parts)))
-    return rows + (_quantised(numbers) if site.wgrad == "e4m3" else 2 * numbers)
+    whole = -(-numbers * _whole(site) // sum(site.parts))
+    # two numbers of each part and token: DGrad's scale, and the largest number
+    rows = whole + 8 * len(site.parts) if site.dgrad == "int8" else _quantised(whole)
+    if site.wgrad == "e4m3":
+        return rows + _quantised(numbers)
+    return rows + (3 if site.wgrad == "int8" else 2) * numbers
 
 
 def transposed(site: Site, columns: int) -> int:
-    """The matrix in E4M3, each part in whole blocks."""
-    if site.dgrad != "e4m3":
+    """The matrix in 8 bits, each part in whole blocks."""
+    if site.dgrad not in EIGHT_BITS:
         return 0
     return _whole(site) * columns
 

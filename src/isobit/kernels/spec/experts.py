@@ -174,10 +174,11 @@ def experts_backward(
     for expert, made in zip(chosen, saved.gate_up, strict=True):
         d_output = weights[expert.choices, None] * dy[expert.tokens].float()
         d = output_gradient(d_output.to(dy.dtype), expert.down.site)
-        wgrad(d.tokens, swiglu_saved(made, expert.down.site), grads.down[expert.down_rows])
+        activation = swiglu_saved(made, expert.down.site)
+        wgrad(d.tokens, activation, grads.down[expert.down_rows], expert.down.site)
         d = swiglu_backward(dgrad(d.rows, expert.down), made, expert.gate_up.site)
         x = input_saved(saved.x[expert.tokens], expert.gate_up.site)
-        wgrad(d.tokens, x, grads.gate_up[expert.gate_up_rows])
+        wgrad(d.tokens, x, grads.gate_up[expert.gate_up_rows], expert.gate_up.site)
         d_inputs[expert.choices] = dgrad(d.rows, expert.gate_up)
     d_weights = row_sum(dy.float()[:, None] * saved.outputs.float())[..., 0]
     d_x = sum_of_ranks(d_inputs.view_as(saved.outputs).float())[:, 0]

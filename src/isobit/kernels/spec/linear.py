@@ -5,8 +5,9 @@
                          forward, read transposed
     WGrad  dW += dY^T X  E4M3: both operands in groups of 128 tokens, quantised directly from BF16
 
-A linear in INT8 has its backward in E4M3: W for DGrad is quantised from the numbers that its INT8
-stands for, and X for WGrad from BF16.
+A linear in INT8 has DGrad in E4M3, of the numbers that its INT8 stands for, and WGrad in BF16, or
+where ``precision.dgrad`` and ``precision.wgrad`` say so in INT8
+(``isobit.kernels.spec.int8_backward``).
 
 Y and dX are rounded to the format between operators.  dW is FP32 and is added to the gradient of
 the FP32 master as one finished sum.  No bit of the backward has to agree with a rollout, so its
@@ -42,6 +43,11 @@ from isobit.kernels.operands import (
     OutputGradient,
     rounded,
 )
+from isobit.kernels.spec.int8_backward import (
+    balanced_rows,
+    quantise_parts,
+    transposed_parts,
+)
 from isobit.kernels.spec.quantise import (
     SHIFT,
     decode_e4m3,
@@ -54,7 +60,14 @@ from isobit.kernels.spec.quantise import (
     snap_rows,
 )
 from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import BLOCK, Int8Rows, QuantTensor, block_sizes
+from isobit.precision.quant_tensor import (
+    BLOCK,
+    INT8_SUMMANDS,
+    Int8Parts,
+    Int8Rows,
+    QuantTensor,
+    block_sizes,
+)
 
 _int_mm = torch._int_mm  # pyright: ignore[reportPrivateImportUsage] (documented by name alone)
 
@@ -211,32 +224,56 @@ def adapter_backward(
     d_low = torch.empty_like(low)
     for place, columns, rows in adapter.targets():
         up = adapter.up.rows(rows.start, rows.stop)
-        wgrad(dy[:, columns], low[:, place], grads.up[rows])
+        wgrad(dy[:, columns], low[:, place], grads.up[rows], up.site)
         d_low[:, place] = dgrad(dy[:, columns], up)
     d_low *= adapter.scale
-    wgrad(d_low, x, grads.down)
+    wgrad(d_low, x, grads.down, adapter.down.site)
     dx += dgrad(d_low, adapter.down)
 
 
 def output_gradient(dy: torch.Tensor, site: Site) -> OutputGradient:
-    """dY [T, N] as DGrad reads it, in 1x128 groups, and as WGrad reads it, in groups of 128 tokens;
-    where the site has no E4M3, dY itself.
+    """dY [T, N] as DGrad reads it, in INT8 or in 1x128 groups, and as WGrad reads it, in groups of
+    128 tokens; else dY itself, of which WGrad in INT8 makes its operand together with that of X.
     """
-    rows = quantise_rows(dy, site.scales, site.parts) if site.dgrad == "e4m3" else dy
+    rows: Operand = dy
+    if site.dgrad == "int8":
+        rows = quantise_parts(dy, site.parts or (dy.shape[1],))
+    elif site.dgrad == "e4m3":
+        rows = quantise_rows(dy, site.scales, site.parts)
     tokens = quantise_tokens(dy, site.scales) if site.wgrad == "e4m3" else dy
     return OutputGradient(rows, tokens)
 
 
 def dgrad(dy: Operand, weight: LinearWeight) -> torch.Tensor:
     """dX [T, K] of dY [T, N], in the format between operators."""
+    if isinstance(dy, Int8Parts):
+        assert isinstance(weight.matrix, Int8Rows)
+        return int8_gemm_of_parts(dy, transposed_parts(weight.matrix, dy.parts)).bfloat16()
     if isinstance(dy, QuantTensor):
         return (dequantise_rows(dy) @ dequantised(weight)).bfloat16()
     assert isinstance(dy, torch.Tensor)
     return (dy.float() @ dequantised(weight)).to(dy.dtype)
 
 
-def wgrad(dy: Operand, x: Operand, grad: torch.Tensor) -> None:
+def int8_gemm_of_parts(a: Int8Parts, b: Int8Parts) -> torch.Tensor:
+    """A [M, C] and B [N, C] of the same parts -> A B^T, FP32 [M, N]."""
+    total = torch.zeros(len(a.values), len(b.values), dtype=torch.float32)
+    parts = a.values.split(a.parts, 1), b.values.split(b.parts, 1)
+    for left, right, row, column in zip(*parts, a.scales, b.scales, strict=True):
+        total += integer_product(left, right).mul_(row[:, None]).mul_(column)
+    return total
+
+
+def wgrad(dy: Operand, x: Operand, grad: torch.Tensor, site: Site) -> None:
     """grad, FP32 [N, K], += dY^T X."""
+    if site.wgrad == "int8":
+        assert isinstance(dy, torch.Tensor)
+        assert isinstance(x, torch.Tensor)
+        if not len(dy):
+            return
+        if len(dy) <= INT8_SUMMANDS:
+            grad.add_(int8_gemm_nt(*balanced_rows(dy, x)))
+            return
     grad.add_(dequantise_tokens(dy).t() @ dequantise_tokens(x))
 
 

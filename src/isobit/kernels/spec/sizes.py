@@ -80,8 +80,14 @@ def saved(site: Site, numbers: int, is_kept: bool = False) -> int:
 
 
 def gradient(site: Site, numbers: int) -> int:
-    """Both copies in E4M3, or the gradient itself."""
-    rows = _quantised(numbers) if site.dgrad == "e4m3" else 0
+    """Both copies in E4M3, or the gradient itself; in INT8 DGrad's with a scale a part, WGrad's
+    within the GEMM workspace.
+    """
+    rows = 0
+    if site.dgrad == "int8":
+        rows = numbers + 4 * len(site.parts)
+    elif site.dgrad == "e4m3":
+        rows = _quantised(numbers)
     return rows + (_quantised(numbers) if site.wgrad == "e4m3" else 0)
 
 

@@ -1,0 +1,376 @@
+"""DGrad and WGrad in INT8 on Hopper, with the bits of ``isobit.kernels.spec.int8_backward``.
+
+    quantise_parts     dY              -> INT8 for DGrad, a scale for each token and part, and the
+                                          largest |dY| of each, from one read
+    transposed_parts   W in INT8       -> W^T for DGrad, a layer at a time
+    balanced_rows      dY, X           -> dY^T and X^T for WGrad, a scale a row over all tokens
+    dgrad, wgrad       the products
+
+A scale that covers all tokens, or all of a part's rows, is known only after everything has been
+read.  So W^T and WGrad's operands are made in two passes, the first of which leaves the largest
+number of each row by ``atomic_max`` of its bits: a maximum has no order.
+
+Parts begin at whole blocks of 128 columns, with zeros behind short ones, and dY^T and X^T have
+zeros up to a whole block of tokens.  Both products are persistent programs of ``int8``.  DGrad's
+adds each part to FP32 sums in registers.  WGrad's adds to the gradient itself, one half of a tile
+after the other: with all of it at once, what is loaded and the sums do not fit the registers, and
+the product loses a fifth of its speed.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from isobit.kernels.hopper.device_functions import rotated
+from isobit.kernels.hopper.int8 import BAND, scaled
+from isobit.kernels.hopper.quantise import (
+    amax_bits,
+    levels,
+    quantise_columns,
+    to_int8,
+    warps_of_row,
+    width_of_row,
+)
+from isobit.kernels.hopper.sizes import PROGRAMS
+from isobit.precision.quant_tensor import BLOCK, Int8Parts, Int8Rows, num_blocks
+
+_TILE = 128  # rows and columns of a product's tile
+_STAGES = 3
+_TOKENS = tl.constexpr(1024)  # of a program that looks for the largest numbers of columns
+_STRIP = tl.constexpr(32)  # of them that it reads at once
+_FACTORS = tl.constexpr(1024)  # tokens of a program that balances
+_INF_BITS = tl.constexpr(0x7F800000)
+_LARGEST_SHIFT = tl.constexpr(126)
+
+
+@dataclass(frozen=True, slots=True)
+class Unbalanced:
+    """dY as WGrad reads it, before X is there."""
+
+    values: torch.Tensor  # BF16 [T, N]
+    scales: torch.Tensor  # int32 [parts, T]: the bits of the largest |dY| of each part
+
+
+def quantise_parts(dy: torch.Tensor, parts: tuple[int, ...]) -> tuple[Int8Parts, torch.Tensor]:
+    """dY [T, N] BF16, contiguous -> INT8 [T, whole blocks of all parts], and the bits of the
+    largest numbers, int32 [parts, T].
+    """
+    (tokens, columns), blocks = dy.shape, [num_blocks(part) for part in parts]
+    made = torch.empty((tokens, BLOCK * sum(blocks)), dtype=torch.int8, device=dy.device)
+    scales = torch.empty((len(parts), tokens), dtype=torch.float32, device=dy.device)
+    amax = torch.empty((len(parts), tokens), dtype=torch.int32, device=dy.device)
+    first, first_block = 0, 0
+    for part, count, scale, largest in zip(parts, blocks, scales, amax, strict=True):
+        to = made[:, BLOCK * first_block :]
+        quantise_columns(dy[:, first:], columns, part, Int8Rows(to, scale), BLOCK * count, largest)
+        first, first_block = first + part, first_block + count
+    return Int8Parts(made, scales, parts), amax
+
+
+@triton.jit
+def _turned(
+    VALUES, SCALES, PART: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr,
+    OVER_ROWS: tl.constexpr,
+):  # fmt: skip
+    """The program's block of a part [PART, K], FP32 [128 of K, 128 of PART], behind both
+    Hadamard matrices; zeros beyond PART.
+    """
+    k = tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128)
+    n = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)
+    if PART % 128 or K % 128:
+        inside = (n < PART)[:, None] & (k < K)[None, :]
+        values = tl.load(VALUES + n[:, None] * K + k[None, :], mask=inside, other=0)
+        scales = tl.load(SCALES + n, mask=n < PART, other=0.0)
+    else:
+        values = tl.load(VALUES + n[:, None] * K + k[None, :])
+        scales = tl.load(SCALES + n)
+    x = rotated(values.to(tl.float32) * scales[:, None], 128, 128, LEVELS)
+    return rotated(tl.trans(x), 128, 128, OVER_ROWS)
+
+
+@triton.jit
+def _turned_amax_kernel(
+    VALUES, SCALES, AMAX, PART: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr,
+    OVER_ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program a block; AMAX int32 [K], zeros before."""
+    x = _turned(VALUES, SCALES, PART, K, LEVELS, OVER_ROWS)
+    k = tl.program_id(0) * 128 + tl.arange(0, 128)
+    tl.atomic_max(AMAX + k, amax_bits(x, 1), mask=k < K)
+
+
+@triton.jit
+def _turned_kernel(
+    VALUES, SCALES, AMAX, OUT, OUT_SCALES, out_row, PART: tl.constexpr, K: tl.constexpr,
+    LEVELS: tl.constexpr, OVER_ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program a block, to [128 of K, 128] of OUT [K, out_row]; OUT_SCALES FP32 [K]."""
+    x = _turned(VALUES, SCALES, PART, K, LEVELS, OVER_ROWS)
+    k = tl.program_id(0) * 128 + tl.arange(0, 128)
+    bits = tl.load(AMAX + k, mask=k < K, other=0)
+    made, scale = to_int8(x, bits[:, None])
+    to = tl.program_id(1) * 128 + tl.arange(0, 128)
+    place = OUT + k.to(tl.int64)[:, None] * out_row + to[None, :]
+    tl.store(place, made, mask=(k < K)[:, None])
+    if tl.program_id(1) == 0:
+        # The Hadamard matrix over a part's rows is its own inverse times 2^OVER_ROWS.
+        tl.store(OUT_SCALES + k, tl.max(scale, 1) * (1.0 / (1 << OVER_ROWS)), mask=k < K)
+
+
+def transposed_parts(weight: Int8Rows, parts: tuple[int, ...]) -> Int8Parts:
+    """A published matrix [N, K] of these parts -> W^T [K, whole blocks of all parts]."""
+    (n, k), device = weight.values.shape, weight.values.device
+    assert sum(parts) == n
+    blocks = [num_blocks(part) for part in parts]
+    made = torch.empty((k, BLOCK * sum(blocks)), dtype=torch.int8, device=device)
+    scales = torch.empty((len(parts), k), dtype=torch.float32, device=device)
+    amax = torch.zeros((len(parts), k), dtype=torch.int32, device=device)
+    firsts = accumulate(parts, initial=0), accumulate(blocks, initial=0)
+    for index, (first, first_block) in enumerate(zip(*firsts, strict=True)):
+        if first == n:
+            break
+        part, own = parts[index], weight.rows(first, first + parts[index])
+        grid = num_blocks(k), blocks[index]
+        over_k, over_rows = levels(k), levels(part)
+        _turned_amax_kernel[grid](
+            own.values, own.scales, amax[index], part, k, over_k, over_rows,
+            num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+        _turned_kernel[grid](
+            own.values, own.scales, amax[index], made[:, BLOCK * first_block :], scales[index],
+            made.stride(0), part, k, over_k, over_rows, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+    return Int8Parts(made, scales, parts)
+
+
+@triton.jit
+def _row_amax_kernel(X, AMAX, x_row, C: tl.constexpr, WIDTH: tl.constexpr):
+    """One program a row of C numbers, padded to WIDTH."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    x = tl.load(X + row * x_row + column, mask=column < C, other=0.0).to(tl.float32)
+    tl.store(AMAX + row, amax_bits(x, 0))
+
+
+def row_amax(x: torch.Tensor) -> torch.Tensor:
+    """BF16 [T, C] -> the bits of the largest number of each row, int32 [1, T]; a NaN is largest."""
+    rows, columns = x.shape
+    made, width = torch.empty((1, rows), dtype=torch.int32, device=x.device), width_of_row(columns)
+    _row_amax_kernel[(rows,)](x, made, x.stride(0), columns, width, num_warps=warps_of_row(width))
+    return made
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _balance_kernel(DY_AMAX, X_AMAX, FACTORS, tokens, PARTS: tl.constexpr):
+    """One program 1,024 tokens: FACTORS FP32 [2, tokens], of dY and of X."""
+    token = tl.program_id(0) * _FACTORS + tl.arange(0, _FACTORS)
+    inside = token < tokens
+    left = tl.load(DY_AMAX + token, mask=inside, other=0)
+    for part in tl.static_range(1, PARTS):
+        left = tl.maximum(left, tl.load(DY_AMAX + part * tokens + token, mask=inside, other=0))
+    right = tl.load(X_AMAX + token, mask=inside, other=0)
+    shift = (((left - right) >> 23) + 1) >> 1
+    shift = tl.minimum(tl.maximum(shift, -_LARGEST_SHIFT), _LARGEST_SHIFT)
+    finite = (left < _INF_BITS) & (right < _INF_BITS)
+    shift = tl.where(finite, shift, 0)
+    adds = ~finite | ((left != 0) & (right != 0))
+    of_dy = tl.where(adds, (127 - shift) << 23, 0).to(tl.float32, bitcast=True)
+    of_x = tl.where(adds, (127 + shift) << 23, 0).to(tl.float32, bitcast=True)
+    tl.store(FACTORS + token, of_dy, mask=inside)
+    tl.store(FACTORS + tokens + token, of_x, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _column_amax_kernel(X, FACTORS, AMAX, tokens, C: tl.constexpr, ROW: tl.constexpr):
+    """One program 128 of the C columns of 1,024 tokens; AMAX int32 [C], zeros before."""
+    column = tl.program_id(0) * 128 + tl.arange(0, 128)
+    first = tl.program_id(1).to(tl.int64) * _TOKENS
+    best = tl.zeros([_STRIP, 128], tl.int32)
+    for strip in range(0, _TOKENS, _STRIP):
+        token = first + strip + tl.arange(0, _STRIP)
+        factor = tl.load(FACTORS + token, mask=token < tokens, other=0.0)
+        inside = (token < tokens)[:, None] & (column < C)[None, :]
+        x = tl.load(X + token[:, None] * ROW + column[None, :], mask=inside, other=0.0)
+        x = tl.abs(x.to(tl.float32) * factor[:, None])
+        best = tl.maximum(best, x.to(tl.int32, bitcast=True))
+    tl.atomic_max(AMAX + column, tl.max(best, 0), mask=column < C)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _columns_kernel(X, FACTORS, AMAX, OUT, OUT_SCALES, tokens, C: tl.constexpr, ROW: tl.constexpr):
+    """One program 128 tokens of 128 columns, to OUT [C, tokens in whole blocks]."""
+    column = tl.program_id(0) * 128 + tl.arange(0, 128)
+    token = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)
+    factor = tl.load(FACTORS + token, mask=token < tokens, other=0.0)
+    inside = (token < tokens)[:, None] & (column < C)[None, :]
+    x = tl.load(X + token[:, None] * ROW + column[None, :], mask=inside, other=0.0)
+    bits = tl.load(AMAX + column, mask=column < C, other=0)
+    made, scale = to_int8(x.to(tl.float32) * factor[:, None], bits[None, :])
+    place = OUT + column.to(tl.int64)[:, None] * (tl.num_programs(1) * 128) + token[None, :]
+    tl.store(place, tl.trans(made), mask=(column < C)[:, None])
+    if tl.program_id(1) == 0:
+        tl.store(OUT_SCALES + column, tl.max(scale, 0), mask=column < C)
+
+
+def balanced_rows(dy: Unbalanced, x: torch.Tensor) -> tuple[Int8Rows, Int8Rows]:
+    """dY and X [T, K], BF16 -> dY^T [N, Tp] and X^T [K, Tp], Tp = T in whole blocks."""
+    tokens, parts = len(x), len(dy.scales)
+    factors = torch.empty((2, tokens), dtype=torch.float32, device=x.device)
+    _balance_kernel[(triton.cdiv(tokens, _FACTORS.value),)](
+        dy.scales, row_amax(x), factors, tokens, parts, num_warps=4
+    )
+    return _columns(dy.values, factors[0]), _columns(x, factors[1])
+
+
+def _columns(x: torch.Tensor, factors: torch.Tensor) -> Int8Rows:
+    tokens, columns = x.shape
+    assert x.stride(1) == 1
+    amax = torch.zeros(columns, dtype=torch.int32, device=x.device)
+    grid = num_blocks(columns), triton.cdiv(tokens, _TOKENS.value)
+    _column_amax_kernel[grid](x, factors, amax, tokens, columns, x.stride(0), num_warps=4)
+    made = Int8Rows.empty(columns, num_blocks(tokens) * BLOCK, x.device)
+    _columns_kernel[num_blocks(columns), num_blocks(tokens)](
+        x, factors, amax, made.values, made.scales, tokens, columns, x.stride(0),
+        num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    return made
+
+
+@triton.jit
+def _tile(tile, tiles_m, tiles_n, BAND: tl.constexpr):
+    """Row and column of a tile: bands of BAND rows of tiles share the right operand."""
+    band = tile // (BAND * tiles_n)
+    height = tl.minimum(tiles_m - band * BAND, BAND)
+    row = band * BAND + tile % (BAND * tiles_n) % height
+    return row, tile % (BAND * tiles_n) // height
+
+
+@triton.jit
+def _add_part(
+    total, DY, W, DY_SCALE, W_SCALE, first_row, first_column, row, column,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """total + the product of COUNT blocks of the contraction from FIRST on, scaled."""
+    sums = tl.zeros([TILE, TILE], tl.int32)
+    for block in range(FIRST, FIRST + COUNT):
+        a = DY.load([first_row, block * 128])
+        b = W.load([first_column, block * 128])
+        sums = tl.dot(a, b.T, sums, out_dtype=tl.int32)
+    dy_scale = tl.load(DY_SCALE + row)
+    w_scale = tl.load(W_SCALE + column)
+    return total + scaled(sums, dy_scale[:, None], w_scale[None, :])
+
+
+@triton.jit(do_not_specialize=["m"])
+def _dgrad_kernel(
+    DY, W, DY_SCALES, W_SCALES, OUT, m, n,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
+    TILE: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """OUT BF16 [m, n] from descriptors of DY [m, ..] and W [n, ..], of three parts of so many
+    blocks; the last two may have none.
+    """
+    tiles_m = tl.cdiv(m, TILE)
+    tiles_n = tl.cdiv(n, TILE)
+    tiles = tiles_m * tiles_n
+    one_part: tl.constexpr = SECOND == 0
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=one_part):
+        tile_row, tile_column = _tile(tile, tiles_m, tiles_n, BAND)
+        first_row, first_column = tile_row * TILE, tile_column * TILE
+        row = first_row + tl.arange(0, TILE)
+        column = first_column + tl.arange(0, TILE)
+        total = tl.zeros([TILE, TILE], tl.float32)
+        total = _add_part(
+            total, DY, W, DY_SCALES, W_SCALES, first_row, first_column, row % m, column % n,
+            0, FIRST, TILE,
+        )  # fmt: skip
+        if SECOND:
+            total = _add_part(
+                total, DY, W, DY_SCALES + m, W_SCALES + n, first_row, first_column, row % m,
+                column % n, FIRST, SECOND, TILE,
+            )  # fmt: skip
+        if THIRD:
+            total = _add_part(
+                total, DY, W, DY_SCALES + 2 * m, W_SCALES + 2 * n, first_row, first_column,
+                row % m, column % n, FIRST + SECOND, THIRD, TILE,
+            )  # fmt: skip
+        place = OUT + row[:, None].to(tl.int64) * n + column[None, :]
+        tl.store(place, total.to(tl.bfloat16), mask=(row < m)[:, None] & (column < n)[None, :])
+
+
+def dgrad(dy: Int8Parts, weight: Int8Parts) -> torch.Tensor:
+    """dY [T, ..] and W^T [K, ..], of the same parts in whole blocks -> dX BF16 [T, K]."""
+    (m, depth), n = dy.values.shape, len(weight.values)
+    assert dy.parts == weight.parts
+    assert len(dy.parts) <= 3, "a linear fuses at most three matrices"
+    out = torch.empty((m, n), dtype=torch.bfloat16, device=dy.values.device)
+    if not m:
+        return out
+    blocks = [num_blocks(part) for part in dy.parts]
+    tiles = triton.cdiv(m, _TILE) * triton.cdiv(n, _TILE)
+    _dgrad_kernel[(min(2 * PROGRAMS, tiles),)](
+        TensorDescriptor(dy.values, [m, depth], [depth, 1], [_TILE, BLOCK]),
+        TensorDescriptor(weight.values, [n, depth], [depth, 1], [_TILE, BLOCK]),
+        dy.scales, weight.scales, out, m, n, *blocks, *[0] * (3 - len(blocks)), _TILE, BAND,
+        num_warps=4, num_stages=_STAGES, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _add_half(GRAD, made, row, column, n, k):
+    inside = (row < n)[:, None] & (column < k)[None, :]
+    place = GRAD + row[:, None].to(tl.int64) * k + column[None, :]
+    tl.store(place, tl.load(place, mask=inside, other=0.0) + made, mask=inside)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _wgrad_kernel(
+    DY, X, DY_SCALE, X_SCALE, GRAD, n, k, blocks, TILE: tl.constexpr, BAND: tl.constexpr
+):
+    """GRAD FP32 [n, k] += the product of descriptors of DY [n, ..] and X [k, ..], over so many
+    blocks of tokens.
+    """
+    tiles_m = tl.cdiv(n, TILE)
+    tiles_n = tl.cdiv(k, TILE)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+        tile_row, tile_column = _tile(tile, tiles_m, tiles_n, BAND)
+        first_row, first_column = tile_row * TILE, tile_column * TILE
+        sums = tl.zeros([TILE, TILE], tl.int32)
+        for block in range(0, blocks):
+            a = DY.load([first_row, block * 128])
+            b = X.load([first_column, block * 128])
+            sums = tl.dot(a, b.T, sums, out_dtype=tl.int32)
+        row = first_row + tl.arange(0, TILE)
+        column = first_column + tl.arange(0, TILE)
+        dy_scale = tl.load(DY_SCALE + row % n)
+        x_scale = tl.load(X_SCALE + column % k)
+        made = scaled(sums, dy_scale[:, None], x_scale[None, :])
+        halves = tl.trans(tl.reshape(made, [TILE, 2, TILE // 2]), 0, 2, 1)
+        left, right = tl.split(halves)
+        half = first_column + tl.arange(0, TILE // 2)
+        _add_half(GRAD, left, row, half, n, k)
+        _add_half(GRAD, right, row, half + TILE // 2, n, k)
+
+
+def wgrad(dy: Int8Rows, x: Int8Rows, grad: torch.Tensor) -> None:
+    """grad, FP32 [N, K], contiguous, += dY^T X, from dY^T [N, Tp] and X^T [K, Tp]."""
+    (n, tokens), k = dy.values.shape, len(x.values)
+    assert grad.shape == (n, k)
+    assert grad.dtype == torch.float32
+    assert grad.is_contiguous()
+    tiles = triton.cdiv(n, _TILE) * triton.cdiv(k, _TILE)
+    _wgrad_kernel[(min(2 * PROGRAMS, tiles),)](
+        TensorDescriptor(dy.values, [n, tokens], [tokens, 1], [_TILE, BLOCK]),
+        TensorDescriptor(x.values, [k, tokens], [tokens, 1], [_TILE, BLOCK]),
+        dy.scales, x.scales, grad, n, k, tokens // BLOCK, _TILE, BAND,
+        num_warps=4, num_stages=_STAGES, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,0 +1,89 @@
+"""Run in Triton's interpreter by test_interpreted.py: DGrad and WGrad in INT8 have the operands and
+the bits of the specification's.
+"""
+
+import torch
+from triton.runtime import interpreter
+
+from isobit.kernels.hopper import int8_backward, linear
+from isobit.kernels.hopper.quantise import publish
+from isobit.kernels.operands import LinearWeight
+from isobit.kernels.spec import int8_backward as specification
+from isobit.kernels.spec import linear as linear_specification
+from isobit.precision.flow import Site
+from isobit.precision.quant_tensor import Int8Parts, Int8Rows, block_sizes
+from tests.kernels.hopper.interpreted_qkv import convert
+
+
+def gradients(tokens: int, columns: int) -> torch.Tensor:
+    """BF16 rows of sizes that differ by powers of ten, one of them zero."""
+    x = torch.randn(tokens, columns) * torch.exp(4 * torch.randn(tokens, 1))
+    x[tokens // 2] = 0.0
+    return x.bfloat16()
+
+
+def same_bits(ours: torch.Tensor, exact: torch.Tensor) -> bool:
+    return torch.equal(ours.view(torch.int32), exact.view(torch.int32))
+
+
+def assert_same_parts(ours: Int8Parts, exact: Int8Parts) -> None:
+    """The same, but for zeros behind each part."""
+    assert same_bits(ours.scales, exact.scales)
+    blocks = exact.values.split(block_sizes(exact.parts), 1)
+    for block, whole in zip(blocks, ours.values.split(128, 1), strict=True):
+        assert torch.equal(whole[:, : block.shape[1]], block)
+        assert not whole[:, block.shape[1] :].any()
+
+
+def check(parts: tuple[int, ...], columns: int, tokens: int, spoilt: float | None = None) -> None:
+    site = Site("qkv_proj", "linear", "int8", dgrad="int8", wgrad="int8", parts=parts)
+    master = torch.randn(sum(parts), columns) * torch.exp(2 * torch.randn(sum(parts), 1))
+    dy, x = gradients(tokens, sum(parts)), gradients(tokens, columns)
+    x[0] = 0.0
+    if spoilt is not None:
+        master[1, 0] = dy[1, 2] = x[2, 0] = spoilt
+        dy[0, 1] = spoilt  # beside an x of zeros
+    matrix = publish(site, master)
+    assert isinstance(matrix, Int8Rows)
+    weight = LinearWeight(site, matrix)
+    assert_same_parts(
+        int8_backward.transposed_parts(matrix, parts), specification.transposed_parts(matrix, parts)
+    )
+    made = linear.output_gradient(dy, site)
+    exact = linear_specification.output_gradient(dy, site)
+    assert isinstance(made.rows, Int8Parts)
+    assert isinstance(exact.rows, Int8Parts)
+    assert_same_parts(made.rows, exact.rows)
+    assert isinstance(made.tokens, int8_backward.Unbalanced)
+    assert torch.equal(made.tokens.scales.amax(0), int8_backward.row_amax(dy)[0])
+    for ours, theirs in zip(
+        int8_backward.balanced_rows(made.tokens, x), specification.balanced_rows(dy, x), strict=True
+    ):
+        assert same_bits(ours.scales, theirs.scales)
+        assert torch.equal(ours.values[:, :tokens], theirs.values)
+        assert not ours.values[:, tokens:].any()
+    d_x = linear.dgrad(made.rows, weight)
+    assert (
+        torch.equal(
+            d_x.view(torch.int16), linear_specification.dgrad(exact.rows, weight).view(torch.int16)
+        )
+        or d_x.isnan().any()
+    )
+    torch.testing.assert_close(
+        d_x, linear_specification.dgrad(exact.rows, weight), rtol=0, atol=0, equal_nan=True
+    )
+    grad = torch.randn(sum(parts), columns)
+    theirs = grad.clone()
+    linear.wgrad(made.tokens, x, grad, site)
+    linear_specification.wgrad(dy, x, theirs, site)
+    torch.testing.assert_close(grad, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def main() -> None:
+    interpreter._convert_float = convert
+    torch.manual_seed(0)
+    check((128, 40, 24), 80, 5)
+    check((96,), 40, 140)
+    check((256, 128), 150, 130)
+    for spoilt in (torch.nan, torch.inf):
+        check((40, 24), 80, 5, spoilt)
