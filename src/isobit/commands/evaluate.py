@@ -9,12 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from isobit.commands.rollout import check_acting, say_end_of_turn, say_notes
 from isobit.config.recipes import RunConfig
 from isobit.config.rules import check_has_sets, check_reward, check_samples
-from isobit.data.prompts import (
-    Noticed,
-    TooLong,
-    build_prompts,
-    describe_too_long,
-)
+from isobit.data.prompts import Noticed, TooLong, build_prompts, describe_too_long
 from isobit.models.folder import SamplingModel, load_sampling_model
 from isobit.models.tensor_parallel import check_ranks
 from isobit.observe.evaluation import EvalResult
@@ -24,9 +19,7 @@ from isobit.records.text import Group, Prompt
 from isobit.rewards.grading import Graders
 from isobit.rewards.reference_check import check_references
 from isobit.rewards.tally import GradeStats
-from isobit.rollout.engine import (
-    generate,
-)
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
 from isobit.run.acting import episodes_of
 from isobit.run.data import evaluation_limit, rendering_notes

@@ -267,8 +267,6 @@ def _precision(recipe: dict[str, object]) -> PrecisionConfig:
 
 
 ExportFormat = Literal["bf16", "fp8", "int8"]
-
-
 _OTHER_FILES = 64 << 20
 """Bytes that are kept for tokenizer, configuration and card, generously."""
 

@@ -9,10 +9,7 @@ from isobit.config.data import ColumnsData, DataSource, ReasoningGymData
 from isobit.config.environment import EnvironmentConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.rules import check_greedy
-from isobit.data.prompts import (
-    Noticed,
-    prompts_of_rows,
-)
+from isobit.data.prompts import Noticed, prompts_of_rows
 from isobit.data.sources import load_rows, row_of
 from isobit.data.stop_tokens import describe_end_of_turn
 from isobit.models.folder import SamplingModel, load_sampling_model

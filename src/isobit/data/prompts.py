@@ -14,19 +14,10 @@ from isobit.config import data as tables
 from isobit.config.base import MAX_COUNT
 from isobit.config.data import ChatConfig, DataConfig, DataSource
 from isobit.data.chat_template import mentions, reads_key
-from isobit.data.encoding import (
-    most_characters,
-    token_ids_up_to,
-    unmarked,
-    written_twice,
-)
+from isobit.data.encoding import most_characters, token_ids_up_to, unmarked, written_twice
 from isobit.data.rendering import is_templated, render_row
 from isobit.data.sources import Row, load_rows
-from isobit.records.messages import (
-    Message,
-    calls_of,
-    written_arguments,
-)
+from isobit.records.messages import Message, calls_of, written_arguments
 from isobit.records.text import Prompt
 from isobit.util.errors import DataError
 

@@ -33,8 +33,6 @@ class RankError(IsobitError):
 
 KILL_S = 10.0
 """Seconds between asking a rank to end and killing it."""
-
-
 ORDERLY_S = 60.0
 """Seconds for the others to end by themselves, where a rank said why it ends: they may be writing.
 """

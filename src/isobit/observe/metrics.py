@@ -29,7 +29,6 @@ from functools import partial
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Self
 from uuid import uuid4
 
@@ -71,12 +70,7 @@ class MetricsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._lines.close()
         if self._events is not None:
             self._events.close()

@@ -11,13 +11,7 @@ from isobit.config.recipes import RunConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.tables import EvaluationConfig
 from isobit.data.chat_template import CLOCK, mentions
-from isobit.data.prompts import (
-    Noticed,
-    TooLong,
-    build_prompts,
-    describe_too_long,
-    prompts_sha256,
-)
+from isobit.data.prompts import Noticed, TooLong, build_prompts, describe_too_long, prompts_sha256
 from isobit.data.sources import iter_rows
 from isobit.data.spool import Spool
 from isobit.models.folder import DescribedModel

@@ -27,10 +27,7 @@ from typing import Any
 import torch
 
 from isobit.config.recipes import RunConfig
-from isobit.parallel.world import (
-    decode,
-    encode,
-)
+from isobit.parallel.world import decode, encode
 from isobit.records.metrics import Metrics
 from isobit.records.text import Group, Prompt
 from isobit.records.wire import groups_of, groups_value
@@ -75,8 +72,6 @@ class GradedBatch:
 
 COMPARED = 16
 """Completions of a batch that are compared, or all where it has no more."""
-
-
 TOKEN_BYTES, COMPLETION_BYTES = 48, 1024
 """Upper bounds of what waits: a token with its log-probability, version, experts, reward and text;
 and what a completion has whatever its length.

@@ -19,10 +19,7 @@ from isobit.kernels.backend import backend_of, support
 from isobit.memory.activations import FrozenModel
 from isobit.memory.device import MOMENTS, Card, DevicePlan, DevicePlanner
 from isobit.models.decoder import checkpoint_shapes, decoder_shape
-from isobit.models.folder import (
-    DescribedModel,
-    choose_device,
-)
+from isobit.models.folder import DescribedModel, choose_device
 from isobit.models.saving import quantised_sites, whole_blocks
 from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.rollout.requests import Request

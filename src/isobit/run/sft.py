@@ -15,11 +15,7 @@ from isobit.config.recipes import SftConfig
 from isobit.config.rules import check_sft
 from isobit.config.training import OptimisationConfig, TrainingConfig
 from isobit.memory.retry import measured_within_memory, within_memory
-from isobit.observe.console import (
-    Console,
-    describe_policy,
-    silent,
-)
+from isobit.observe.console import Console, describe_policy, silent
 from isobit.observe.metrics import check_package, check_tracking
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import describe_flow

@@ -18,12 +18,7 @@ from isobit.data.examples import (
     iter_answered,
     iter_turns,
 )
-from isobit.data.prompts import (
-    Noticed,
-    TooLong,
-    describe_too_long,
-    learnt_sha256,
-)
+from isobit.data.prompts import Noticed, TooLong, describe_too_long, learnt_sha256
 from isobit.data.spool import Mapped, Spool
 from isobit.models.folder import DescribedModel
 from isobit.records.text import Prompt

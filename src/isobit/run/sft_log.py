@@ -27,10 +27,7 @@ from isobit.run.sft_objectives import SftObjective
 from isobit.store.resume import Start
 from isobit.store.training_run import TrainingRun
 from isobit.training.comparison import UpdateMetrics
-from isobit.training.supervised import (
-    DistilFigures,
-    PairFigures,
-)
+from isobit.training.supervised import DistilFigures, PairFigures
 from isobit.util.clock import Clock
 
 

@@ -8,10 +8,7 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from isobit.algorithms.objective import Objective
 from isobit.config import recipes
-from isobit.data.examples import (
-    Example,
-    Pair,
-)
+from isobit.data.examples import Example, Pair
 from isobit.records.batch import PackedBatch
 from isobit.records.metrics import Kind
 from isobit.run.sft_data import Item

@@ -60,20 +60,12 @@ from isobit.util.hosts import HostCheck
 
 LARGEST_BODY = 16 << 20
 """Bytes."""
-
-
 _SMALL_BODY = 1 << 16
 """Bytes of a request that is read at once, in the event loop."""
-
-
 BODY_S, WEIGHTS_S = 60, 600
 """Seconds that a client may take to send a request, and to send weights."""
-
-
 COMPLETION_TOKENS = 16
 """The most tokens of a completion where the request does not say; OpenAI's figure."""
-
-
 GONE = 499
 """The status that is counted for a client that went away; nobody reads it."""
 

@@ -2,10 +2,7 @@
 
 from typing import Any
 
-from isobit.serve.engine import (
-    EngineStoppedError,
-    PausedError,
-)
+from isobit.serve.engine import EngineStoppedError, PausedError
 from isobit.util.errors import DataError, IsobitError, RequestError
 
 

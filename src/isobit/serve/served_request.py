@@ -17,13 +17,7 @@ from isobit.rollout.engine import SampleEvent
 from isobit.rollout.requests import Handle, Request
 from isobit.rollout.scoring import Scored, Scoring
 from isobit.serve.answers import SMALL, LazyList, in_pieces, written
-from isobit.serve.engine import (
-    Accepted,
-    DisconnectedError,
-    EngineCall,
-    EngineThread,
-    Scores,
-)
+from isobit.serve.engine import Accepted, DisconnectedError, EngineCall, EngineThread, Scores
 from isobit.serve.errors import as_api_error
 from isobit.serve.protocol import GenerationRequest
 from isobit.serve.response_formats import ResponseFormat

@@ -13,8 +13,6 @@ from isobit.records.rounding import are_level, settled
 T = TypeVar("T")
 Line = Mapping[str, Any]
 """A line of ``completions.jsonl``."""
-
-
 MOST_PROMPTS = 8
 """Prompts shown of each source."""
 MOST_TOKENS = 6000
