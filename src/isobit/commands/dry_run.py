@@ -31,9 +31,9 @@ from isobit.models.hub import is_hub_name
 from isobit.precision.flow import PrecisionFlow, build_flow, describe_flow
 from isobit.rewards.grading import Graders
 from isobit.rollout.requests import EngineLimits, check_limits
+from isobit.run.data import SftData
 from isobit.run.plan import AnyPlan, check_requests, plan_device_memory
 from isobit.run.resolved import dated, resolve, settled
-from isobit.run.sft_data import SftData
 from isobit.store.checkpoint import folders_by_step
 from isobit.store.directory import RunDirectory, check_unused
 from isobit.store.disk_plan import DiskPlan, plan_disk

@@ -23,8 +23,8 @@ from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
 from isobit.run.acting import episodes_of
 from isobit.run.data import evaluation_limit, rendering_notes
-from isobit.run.date import with_date_of
 from isobit.run.evaluation import Evaluation, Evaluator, OnProgress, evaluation_requests
+from isobit.run.resolved import with_date_of
 from isobit.run.reward_models import ModelRewards, reward_model_folders
 from isobit.util.terminal import say
 
@@ -130,11 +130,10 @@ def read_sets(
     stands out.  Raises as ``build_prompts`` and ``check_references`` do.
     """
     data = config.data
-    noticed = {name: Noticed() for name in data.eval}
+    noticed = {name: Noticed(TooLong(data.too_long)) for name in data.eval}
     # an answer may end at the context's end, unless prompts that leave less room are not wanted
     longest = evaluation_limit(config.evaluation, config.rollout)
     new_tokens = 1 if data.too_long == "refuse" else longest
-    too_long = {name: TooLong(data.too_long) for name in data.eval}
     sets = {
         name: build_prompts(
             name,
@@ -142,14 +141,13 @@ def read_sets(
             tokenizer,
             data,
             context,
-            too_long[name],
             new_tokens,
             noticed[name],
             tools=tools,
         )
         for name, source in data.eval.items()
     }
-    if world.rank == 0 and (said := describe_too_long(too_long)):
+    if world.rank == 0 and (said := describe_too_long(noticed)):
         say(f"isobit: {said.removeprefix('; ')}")
     if graded:
         say_notes(check_references(config.reward, sets), world)

@@ -22,7 +22,7 @@ from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Request
 from isobit.run.acting import episodes_of
 from isobit.run.data import rendering_notes
-from isobit.run.date import with_date
+from isobit.run.resolved import with_date
 from isobit.util.errors import ConfigError
 from isobit.util.strict_json import json_line
 from isobit.util.terminal import say

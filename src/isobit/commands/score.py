@@ -13,7 +13,7 @@ from isobit.data.examples import Answer, answer_of, conversation_ids
 from isobit.data.sources import Row, load_rows
 from isobit.models.folder import choose_device, model_folder, read_reward_config
 from isobit.models.frozen import RewardModel, load_reward_model
-from isobit.run.date import with_date
+from isobit.run.resolved import with_date
 from isobit.util.errors import DataError, NonFiniteError
 
 ROWS_AT_ONCE = 64

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 
-from isobit.config.recipes import RunConfig
 from isobit.parallel.world import decode, encode
 from isobit.records.metrics import Metrics
 from isobit.records.text import Group, Prompt
@@ -78,12 +77,11 @@ and what a completion has whatever its length.
 """
 
 
-def pending_bytes(config: RunConfig) -> int:
-    """The most that a checkpoint holds of the batches that wait."""
-    training, lag = config.training, config.asynchrony.lag
-    tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    completions = training.prompts_per_step * training.samples_per_prompt
-    return lag * completions * (tokens * TOKEN_BYTES + COMPLETION_BYTES)
+def pending_bytes(completions: int, tokens: int) -> int:
+    """The most that a checkpoint holds of so many completions that wait, each with its prompt of at
+    most so many ``tokens``.
+    """
+    return completions * (tokens * TOKEN_BYTES + COMPLETION_BYTES)
 
 
 class Pending:

@@ -23,10 +23,9 @@ from isobit.models.folder import DescribedModel, choose_device
 from isobit.models.saving import quantised_sites, whole_blocks
 from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.rollout.requests import Request
-from isobit.run.data import RlData
+from isobit.run.data import RlData, SftData
 from isobit.run.digests import digests
 from isobit.run.model_source import ModelSource
-from isobit.run.sft_data import SftData
 from isobit.store.compatible import ALL_TOKENS
 from isobit.training.optimiser import advise_smaller_moments
 from isobit.util.errors import ConfigError, DataError

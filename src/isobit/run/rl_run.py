@@ -25,7 +25,7 @@ from isobit.models.function import is_one_function
 from isobit.models.kv_calibration import calibrate_kv_scales
 from isobit.observe.console import describe_policy
 from isobit.observe.evaluation import EvalResult
-from isobit.observe.metrics import check_package, check_tracking
+from isobit.observe.metrics import check_packages, check_services
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import describe_flow
 from isobit.proof.redraw import redraw_some
@@ -107,7 +107,7 @@ class RlRun(Run[RunConfig, RlData]):
         if rollouters is not None:
             self.engine.release()  # it is asked for nothing
         self.reference = load_reference(config, policy, self.model.folder) if learns else None
-        self.pending = Pending(config.asynchrony.lag, config.training.steps, plan.data.by_id)
+        self.pending = Pending(config.asynchrony.lag, config.training.steps, plan.data.train)
         self.replay: ReplayBuffer | None = None
         if config.replay.fraction > 0:
             self.replay = ReplayBuffer(config.replay, config.seed)
@@ -363,7 +363,7 @@ def prepare_rl(
     """Load and check a run, on each rank of a world.  Raises an ``IsobitError`` that names what
     cannot be used; writes nothing.
     """
-    check_tracking(recipe.config.tracking)
+    check_services(recipe.config.tracking.services())
     return RlRun(read_rl(recipe), world, rollouters, around, learns)
 
 
@@ -372,7 +372,7 @@ def read_rl(recipe: ResolvedRecipe[RunConfig]) -> RlPlan:
     ``IsobitError`` for what cannot be used.
     """
     config, weights = recipe.config, recipe.with_weights
-    check_package(config.tracking)
+    check_packages(config.tracking.services())
     check_run(config)
     algorithm = build_algorithm(config.algorithm, config.rollout.max_new_tokens)
     if config.teacher is not None and config.teacher.kl != "sampled":
@@ -454,7 +454,10 @@ _STOPS = (
 def extra_bytes(config: RunConfig, model: ModelConfig) -> int:
     """The most that a checkpoint holds beside policy and optimiser."""
     replay = config.replay.max_mib * (1 << 20) if config.replay.fraction > 0 else 0
-    return checkpoint_bytes(config, model) + int(replay) + pending_bytes(config)
+    training, lag = config.training, config.asynchrony.lag
+    waiting = lag * training.prompts_per_step * training.samples_per_prompt
+    tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return checkpoint_bytes(config, model) + int(replay) + pending_bytes(waiting, tokens)
 
 
 def _head_rate(config: RunConfig) -> float:

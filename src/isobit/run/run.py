@@ -94,7 +94,8 @@ class Run(ABC, Generic[Config, Data]):
         """
         config, rollout = plan.config, plan.config.rollout
         around = around or Surroundings.none(world)
-        run_on_all(world, lambda: check_hook(config.checkpoint) if world.rank == 0 else None)
+        hook = config.checkpoint.on_save if world.rank == 0 else None
+        run_on_all(world, lambda: check_hook(hook))
         self.config = config
         self.data = plan.data
         self.world = world

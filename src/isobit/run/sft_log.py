@@ -22,7 +22,7 @@ from isobit.observe.console import (
 from isobit.observe.evaluation import EvalResult
 from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.records.metrics import Kind, Metrics, listed
-from isobit.run.sft_data import Item
+from isobit.run.data import Lesson
 from isobit.run.sft_objectives import SftObjective
 from isobit.store.resume import Start
 from isobit.store.training_run import TrainingRun
@@ -201,7 +201,7 @@ class SftLog(TrainingLog[HeldOut]):
         self._turns = turns
         super().__init__(run, start, console, clock)
 
-    def step(self, step: int, examples: Sequence[Item], update: UpdateMetrics) -> None:
+    def step(self, step: int, examples: Sequence[Lesson], update: UpdateMetrics) -> None:
         """The figures of one step: a line of metrics and a line on the console."""
         spent = self._take_seconds()
         seconds = spent["training"]

@@ -11,7 +11,7 @@ from isobit.config import recipes
 from isobit.data.examples import Example, Pair
 from isobit.records.batch import PackedBatch
 from isobit.records.metrics import Kind
-from isobit.run.sft_data import Item
+from isobit.run.data import Lesson
 from isobit.training.comparison import UpdateMetrics
 from isobit.training.supervised import (
     DistilFigures,
@@ -29,7 +29,7 @@ from isobit.training.trainer import Trainer
 
 Figures: TypeAlias = PairFigures | DistilFigures | None
 """What else is measured beside the loss."""
-Learnt = TypeVar("Learnt", bound=Item)
+Learnt = TypeVar("Learnt", bound=Lesson)
 
 
 class SftObjective(ABC, Generic[Learnt]):

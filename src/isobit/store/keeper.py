@@ -144,9 +144,8 @@ class SaveTime:
 _CALL = "import sys; from isobit.util.user_code import call_place; call_place(*sys.argv[1:])"
 
 
-def check_hook(config: CheckpointConfig) -> None:
-    """Raise ConfigError for an ``on_save`` that cannot be run."""
-    hook = config.on_save
+def check_hook(hook: str | Sequence[str] | None) -> None:
+    """Raise ConfigError for a ``checkpoint.on_save`` that cannot be run."""
     if hook is None:
         return
     if isinstance(hook, str):
