@@ -59,8 +59,6 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class FileDifference:
-    """The first difference in a file."""
-
     step: int
     """The step at which the runs differ in the file; ``_LAST`` for the trained model."""
     file: str

@@ -281,7 +281,6 @@ def rounds_of(plan: AnyPlan, processes: int) -> tuple[int, int]:
 
 
 def _sequences(training: TrainingConfig) -> int:
-    """The sequences of an update."""
     prompts = -(-training.prompts_per_step // training.updates_per_batch)
     return prompts * training.samples_per_prompt
 

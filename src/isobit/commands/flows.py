@@ -138,7 +138,6 @@ class _Bench:
         return sum(batch.targets.numel() for batch in self._base.batches)
 
     def measure(self, one: FlowFigures) -> FlowFigures:
-        """The figures with what is measured."""
         needs = model_needs(self._model.config, one.precision.preset)
         if (problem := support(self._device.type).model_problem(needs)) is not None:
             return replace(one, problem=problem)

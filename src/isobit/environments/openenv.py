@@ -307,8 +307,6 @@ def _opened(
 
 
 class OpenEnvEpisode:
-    """A session."""
-
     def __init__(self, start: HostStart, tools: Sequence[Mapping[str, Any]], is_mcp: bool) -> None:
         self._start, self._is_mcp, self._is_over = start, is_mcp, False
         self._tools = {tool["name"]: tool["parameters"] for tool in tools}

@@ -141,7 +141,6 @@ class _Place:
         self._said: list[bytes] = []
 
     def site(self) -> _Site:
-        """The site of this actor."""
         ray = _ray()
         context = ray.get_runtime_context()
         return _Site(
@@ -210,21 +209,18 @@ class _RemoteRank(Rank):
 
     @property
     def notes(self) -> Mapping[str, Any]:
-        """See ``Rank``."""
         return self._notes
 
     @property
     def failed_at(self) -> float:
-        """See ``Rank``."""
         return self._failed_at
 
     @property
     def code(self) -> int:
-        """See ``Rank``."""
         return 1 if self._death is None else self._death.code
 
     def is_running(self) -> bool:
-        """See ``Rank``; as of the last look."""
+        """Whether it ran at the last look."""
         return self.exit_code is None
 
     def send(self, number: int) -> None:
@@ -234,7 +230,6 @@ class _RemoteRank(Rank):
         self.signals.append(number)
 
     def describe(self) -> str:
-        """See ``Rank``."""
         if self._death is not None:
             return self._death.describe()
         return (
@@ -381,7 +376,6 @@ def environments_of(sites: Sequence[_Site], port: int, threads: int | None) -> l
 
 
 def _nodes() -> list[Mapping[str, float]]:
-    """What the nodes have that are alive."""
     return [node["Resources"] for node in _ray().nodes() if node["Alive"]]
 
 

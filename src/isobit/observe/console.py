@@ -251,7 +251,6 @@ def silent() -> Console:
 
 
 def describe_policy(name: str, policy: Policy) -> str:
-    """A policy in one line."""
     layers, trained = policy.config.num_layers, sum(map(prod, policy.shapes.values()))
     parameters = parameter_count(policy.config) if policy.config.lora is not None else trained
     line = f"model {name}: {policy.config.family}, {parameters:,} parameters, {layers} layers"

@@ -202,8 +202,6 @@ OnMatrix = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class FormatFigures:
-    """The tensors of one format."""
-
     format: str
     tensors: int
     numbers: int

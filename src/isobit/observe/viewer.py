@@ -167,8 +167,6 @@ class Viewer:
         return run
 
     def run(self, asked: QueryParams) -> dict[str, Any]:
-        """The page of a run."""
-
         def page(records: Sequence[RunRecord], view: View) -> str:
             (record,) = records
             changed, unchanged = view_settings(record.setting("config"))
@@ -240,11 +238,9 @@ class Viewer:
         return page_of_completions(self._run(asked.get("run", "")), asked)
 
     def completion(self, asked: QueryParams) -> dict[str, Any]:
-        """Everything about one completion."""
         return one_completion(self._run(asked.get("run", "")), asked)
 
     def rewards(self, asked: QueryParams) -> dict[str, Any]:
-        """A histogram of a step's rewards."""
         return rewards_of_step(self._run(asked.get("run", "")), asked)
 
     def pairs(self, asked: QueryParams) -> dict[str, Any]:

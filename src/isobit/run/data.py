@@ -57,7 +57,6 @@ long or stands out is counted in the record.
 
 
 def prompt_of(item: Prompt | Lesson) -> Prompt:
-    """The prompt of what is learnt from."""
     return item if isinstance(item, Prompt) else item.prompt
 
 

@@ -162,7 +162,6 @@ class Pending:
         )
 
     def batch_of(self, value: Mapping[str, Any]) -> GradedBatch:
-        """The batch of ``batch_value``."""
         return GradedBatch(
             groups_of(value["groups"], self._prompt),
             GradeStats(**value["grades"]),

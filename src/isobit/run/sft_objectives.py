@@ -71,7 +71,6 @@ class _Supervised(SftObjective[Example]):
         return pack_examples(examples, tokens_per_microbatch)
 
     def measure(self, trainer: Trainer, batches: Sequence[PackedBatch]) -> tuple[float, Figures]:
-        """See ``mean_loss``."""
         return mean_loss(trainer, batches), None
 
     def tokens(self, examples: Sequence[Example], update: UpdateMetrics) -> int:
@@ -85,7 +84,6 @@ class _Distil(_Supervised):
     loss = DistilObjective()
 
     def measure(self, trainer: Trainer, batches: Sequence[PackedBatch]) -> tuple[float, Figures]:
-        """See ``measure_distance``."""
         figures = measure_distance(trainer, batches)
         return figures.kl, figures
 
@@ -104,7 +102,6 @@ class _Preference(SftObjective[Pair]):
         return pack_preferences(pairs, tokens_per_microbatch, trainer.policy.config.pad_token_id)
 
     def measure(self, trainer: Trainer, batches: Sequence[PackedBatch]) -> tuple[float, Figures]:
-        """See ``measure_pairs``."""
         figures = measure_pairs(trainer.scorer, batches, trainer.policy.world)
         return figures.loss, figures
 

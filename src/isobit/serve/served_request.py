@@ -289,7 +289,6 @@ class ServedRequest:
 
 
 def event_of(content: Mapping[str, Any]) -> str:
-    """One event of a stream."""
     return f"data: {written(content)}\n\n"
 
 

@@ -40,8 +40,6 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class ShownAnswer:
-    """One completion."""
-
     step: int
     reward: str
     finish: str
