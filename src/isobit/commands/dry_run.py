@@ -90,7 +90,7 @@ class DryRun:
             self._describe_model(),
             *plan.learning,
             *self.rewards,
-            self.disk.describe() if self.here else self.disk.describe_needs(),
+            self.disk.describe(self.here),
             *self.start,
         ]
         if verbose:

@@ -72,6 +72,9 @@ MOST_LISTED = 500
 MOST_SMOOTHED = 10_000
 """Points that are smoothed over."""
 
+Answer = dict[str, Any]
+Answering = Callable[[QueryParams], Answer]
+
 
 class Guard:
     """Lets in who knows the token, by a name of this machine, to read."""
@@ -111,13 +114,13 @@ class Viewer:
 
     def app(self, token: str, port: int) -> ASGIApp:
         """The application for a port, below ``/TOKEN/``."""
-        answers: dict[str, Callable[[QueryParams], dict[str, Any]]] = {
+        answers: dict[str, Answering] = {
             "runs": self.runs,
             "run": self.run,
             "compare": self.compare,
-            "completions": self.completions,
-            "completion": self.completion,
-            "rewards": self.rewards,
+            "completions": self._of_one(page_of_completions),
+            "completion": self._of_one(one_completion),
+            "rewards": self._of_one(rewards_of_step),
             "pairs": self.pairs,
         }
         routes = [Route("/", self._shell)]
@@ -133,9 +136,7 @@ class Viewer:
     def _shell(self, request: Request) -> Response:
         return HTMLResponse(fill("viewer.html", part="shell"), headers=HEADERS)
 
-    def _answering(
-        self, answer: Callable[[QueryParams], dict[str, Any]]
-    ) -> Callable[[Request], Response]:
+    def _answering(self, answer: Answering) -> Callable[[Request], Response]:
         """A route whose answers are made one after the other."""
 
         def respond(request: Request) -> Response:
@@ -144,7 +145,7 @@ class Viewer:
 
         return respond
 
-    def runs(self, asked: QueryParams) -> dict[str, Any]:
+    def runs(self, asked: QueryParams) -> Answer:
         """The list of runs, the one that began last first."""
         self._runs = find_runs(self._roots)
         rows = [_row(name, path) for name, path in self._runs.items()]
@@ -166,7 +167,7 @@ class Viewer:
             self._open.popitem(last=False)
         return run
 
-    def run(self, asked: QueryParams) -> dict[str, Any]:
+    def run(self, asked: QueryParams) -> Answer:
         def page(records: Sequence[RunRecord], view: View) -> str:
             (record,) = records
             changed, unchanged = view_settings(record.setting("config"))
@@ -185,7 +186,7 @@ class Viewer:
 
         return self._growing(asked, [asked.get("run", "")], page)
 
-    def compare(self, asked: QueryParams) -> dict[str, Any]:
+    def compare(self, asked: QueryParams) -> Answer:
         """Two to seven runs side by side."""
         names, how = asked.getlist("run"), asked.get("how") or "overlay"
         if not 2 <= len(names) <= MOST_RUNS or len(set(names)) < len(names):
@@ -233,17 +234,11 @@ class Viewer:
             "html": page(records, _view(asked)),
         }
 
-    def completions(self, asked: QueryParams) -> dict[str, Any]:
-        """A page of a run's completions that fit the filters."""
-        return page_of_completions(self._run(asked.get("run", "")), asked)
+    def _of_one(self, answer: Callable[[WatchedRun, QueryParams], Answer]) -> Answering:
+        """What answers with a run that is named."""
+        return lambda asked: answer(self._run(asked.get("run", "")), asked)
 
-    def completion(self, asked: QueryParams) -> dict[str, Any]:
-        return one_completion(self._run(asked.get("run", "")), asked)
-
-    def rewards(self, asked: QueryParams) -> dict[str, Any]:
-        return rewards_of_step(self._run(asked.get("run", "")), asked)
-
-    def pairs(self, asked: QueryParams) -> dict[str, Any]:
+    def pairs(self, asked: QueryParams) -> Answer:
         """Two runs prompt by prompt."""
         names = asked.getlist("run")
         if len(names) != 2:

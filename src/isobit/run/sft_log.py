@@ -49,12 +49,14 @@ class HeldOut:
 
     def scalars(self, name: str) -> Metrics:
         """The figures for the metrics file, under ``eval/NAME/``."""
-        return {
-            f"eval/{name}/loss": self.loss,
-            **(self.result.scalars(name) if self.result else {}),
-            **(self._of_pairs(name, self.pairs) if self.pairs else {}),
-            **(self._of_distance(name, self.distance) if self.distance else {}),
-        }
+        figures: Metrics = {}
+        if self.pairs is not None:
+            figures |= {"accuracy": self.pairs.accuracy, "margin": self.pairs.margin}
+        if self.distance is not None:
+            figures |= {"nll": self.distance.nll, "teacher_nll": self.distance.teacher_nll}
+        measured = {f"eval/{name}/{figure}": value for figure, value in figures.items()}
+        of_policy = self.result.scalars(name) if self.result else {}
+        return {f"eval/{name}/loss": self.loss, **of_policy, **measured}
 
     @property
     def accuracy(self) -> float | None:
@@ -64,17 +66,6 @@ class HeldOut:
         if self.pairs is not None:
             return self.pairs.accuracy
         return self.result.accuracy if self.result else None
-
-    @staticmethod
-    def _of_pairs(name: str, pairs: PairFigures) -> Metrics:
-        return {f"eval/{name}/accuracy": pairs.accuracy, f"eval/{name}/margin": pairs.margin}
-
-    @staticmethod
-    def _of_distance(name: str, distance: DistilFigures) -> Metrics:
-        return {
-            f"eval/{name}/nll": distance.nll,
-            f"eval/{name}/teacher_nll": distance.teacher_nll,
-        }
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -135,7 +136,7 @@ class WeightUpdates:
     @property
     def largest_body(self) -> int:
         """All weights in FP32, and a header; in bytes."""
-        return (16 << 20) + 4 * sum(map(_numbers, self.policy.shapes.values()))
+        return (16 << 20) + 4 * sum(map(prod, self.policy.shapes.values()))
 
     async def _initialise(self, sent: Sent) -> dict[str, Any]:
         info = _only(sent.json(), "init_info").get("init_info")
@@ -332,7 +333,3 @@ def _of_bytes(body: bytearray) -> dict[str, torch.Tensor]:
         return read_file(body)
     except ModelError as error:
         raise ApiError(400, f"{error}") from None
-
-
-def _numbers(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()

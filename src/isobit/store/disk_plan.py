@@ -43,26 +43,17 @@ class DiskPlan:
         """Bytes that the run will still write."""
         return max(self.checkpoints - self.on_disk, 0) * self.checkpoint_bytes + self.model_bytes
 
-    def describe(self) -> str:
-        """A line with what the run writes and what is free."""
-        room = f"{gib(self.needed)} of {gib(self.free)} free in {self.root}"
-        return f"disk: {room} for {self._contents}"
-
-    def describe_needs(self) -> str:
-        """The line of another machine's disk."""
-        return f"disk: {gib(self.needed)} for {self._contents}"
-
-    @property
-    def _contents(self) -> str:
-        parts = [f"the trained model of {gib(self.model_bytes)}"]
+    def describe(self, here: bool = True) -> str:
+        """A line with what the run writes, and, of the disk ``here``, with what is free."""
+        room = f" of {gib(self.free)} free in {self.root}" if here else ""
+        contents = f"the trained model of {gib(self.model_bytes)}"
         if self.checkpoints:
             there = f", of which {self.on_disk} are there" if self.on_disk else ""
-            parts.insert(
-                0,
+            contents = (
                 f"checkpoints of {gib(self.checkpoint_bytes)}, at most {self.checkpoints} at "
-                f"once{there}",
+                f"once{there} and {contents}"
             )
-        return " and ".join(parts)
+        return f"disk: {gib(self.needed)}{room} for {contents}"
 
     def check(self) -> None:
         """Raise StorageError where the disk has too little space."""
