@@ -6,10 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from isobit.cli.options import (
-    FOLDER,
-    PRECISION,
-    SEED,
-    THREADS,
+    SAMPLING,
     Command,
     also_keys,
     option,
@@ -31,10 +28,7 @@ _COMMAND = Command(
     "chat",
     "Converse with a model in the terminal.",
     [
-        FOLDER,
-        PRECISION,
-        SEED,
-        THREADS,
+        *SAMPLING,
         option("--system TEXT", "what the model is told first"),
         option("--max-new-tokens N", "longest answer", key="rollout.max_new_tokens"),
         option("--temperature T", "0 is greedy; by default 1", key="rollout.temperature"),

@@ -206,6 +206,8 @@ SEED = option(
     "--seed N", "of everything that is drawn; by default 0", whole(0, MAX_SEED), default=0
 )
 THREADS = option("--threads N", "CPU threads; by default torch's choice", count_of_threads)
+SAMPLING = [FOLDER, PRECISION, SEED, THREADS]
+"""The options of the commands that sample with a model."""
 NO_CHAT = option("--no-chat", "take prompts as they stand, without the tokenizer's chat template")
 JSON = option("--json", "print a JSON object instead of text")
 

@@ -206,10 +206,10 @@ def path_of_modules() -> str:
     return os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
 
 
-def free_port() -> int:
+def free_port(host: str = "127.0.0.1") -> int:
     """One that nobody listens on now."""
     with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
+        one.bind((host, 0))
         return one.getsockname()[1]
 
 

@@ -11,13 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobit.parallel.launched import SAVES, STOPS
 from isobit.util.errors import Interrupted, IsobitError, MismatchError, PeerError
-
-if TYPE_CHECKING:
-    pass
 
 
 class RankError(IsobitError):

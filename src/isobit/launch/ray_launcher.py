@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from isobit.config.base import Device
-from isobit.launch.local import RankProcess, path_of_modules, wait_for_output
+from isobit.launch.local import RankProcess, free_port, path_of_modules, wait_for_output
 from isobit.launch.rank_failure import RankFailure
 from isobit.launch.ranks import Rank, Ranks
 from isobit.util.errors import ConfigError
@@ -153,9 +153,7 @@ class _Place:
 
     def free_port(self) -> int:
         """One that nobody listens on here now."""
-        with socket.socket() as one:
-            one.bind(("", 0))
-            return one.getsockname()[1]
+        return free_port("")
 
     def start(
         self, number: int, arguments: Sequence[str], environment: Mapping[str, str], directory: str
