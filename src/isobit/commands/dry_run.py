@@ -156,11 +156,8 @@ def plan_training(
     check = partial(check_limits, limits=limits)
     check_requests(plan.requests, check, model.max_positions)
     disk = plan_disk(
-        config.output,
+        config,
         model,
-        config.training,
-        config.checkpoint,
-        config.evaluation,
         folders_by_step(RunDirectory(config.output).checkpoints) if card is None else (),
         plan.extra_bytes,
     )

@@ -41,13 +41,10 @@ from isobit.observe.report.comparison import (
     compare_sections,
     describe_comparison,
 )
-from isobit.observe.report.flow_view import view_flow
 from isobit.observe.report.headline import reason_of, state_of, tiles_of
-from isobit.observe.report.notices import notices
 from isobit.observe.report.numbers import number_text
-from isobit.observe.report.panels import build_sections
+from isobit.observe.report.page import describe_run
 from isobit.observe.report.series import Axis, View
-from isobit.observe.report.settings import view_environment, view_settings
 from isobit.observe.report.templates import fill
 from isobit.observe.run_list import find_runs
 from isobit.observe.run_record import RunRecord, WatchedRun, record_of
@@ -170,19 +167,7 @@ class Viewer:
     def run(self, asked: QueryParams) -> Answer:
         def page(records: Sequence[RunRecord], view: View) -> str:
             (record,) = records
-            changed, unchanged = view_settings(record.setting("config"))
-            return fill(
-                "viewer.html",
-                part="run",
-                stopped=reason_of(record),
-                notices=list(notices(record)),
-                tiles=tiles_of(record),
-                sections=build_sections(record, view),
-                flow=view_flow(record),
-                changed=changed,
-                unchanged=unchanged,
-                environment=view_environment(record.manifest),
-            )
+            return fill("viewer.html", part="run", **describe_run(record, view))
 
         return self._growing(asked, [asked.get("run", "")], page)
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import lcm, prod
 from pathlib import Path
 
-from isobit.config.tables import CheckpointConfig, EvaluationConfig
-from isobit.config.training import OptimisationConfig
+from isobit.config.recipes import Recipe
+from isobit.config.tables import CheckpointConfig
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import master_shapes
 from isobit.training.optimiser import moment_bytes
@@ -66,22 +66,17 @@ class DiskPlan:
 
 
 def plan_disk(
-    root: Path,
-    shape: ModelConfig,
-    training: OptimisationConfig,
-    checkpoint: CheckpointConfig,
-    evaluation: EvaluationConfig,
-    on_disk: Collection[int] = (),
-    extra_bytes: int = 0,
+    config: Recipe, shape: ModelConfig, on_disk: Collection[int] = (), extra_bytes: int = 0
 ) -> DiskPlan:
-    """The plan of a run in ``root`` of a model of ``shape``, which has checkpoints of the steps
-    ``on_disk``; each holds at most ``extra_bytes`` of tensors of extras.
+    """The plan of a run of a model of ``shape``, which has checkpoints of the steps ``on_disk``;
+    each holds at most ``extra_bytes`` of tensors of extras.
     """
+    root, training = config.output, config.training
     masters = [prod(sizes) for sizes in master_shapes(shape).values()]
     size = 4 * sum(masters) + moment_bytes(masters, training.moments)
     size += extra_bytes + _BESIDE_TENSORS
     model = 2 * sum(masters) + _BESIDE_TENSORS
-    most = most_at_once(training.steps, checkpoint, evaluation.every, on_disk)
+    most = most_at_once(training.steps, config.checkpoint, config.evaluation.every, on_disk)
     return DiskPlan(root, size, most, len(on_disk), model, free_bytes(root))
 
 
