@@ -22,8 +22,8 @@ from isobit.rewards.tally import GradeStats
 from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
 from isobit.run.acting import episodes_of
-from isobit.run.data import evaluation_limit, rendering_notes
-from isobit.run.evaluation import Evaluation, Evaluator, OnProgress, evaluation_requests
+from isobit.run.data import evaluation_limit, evaluation_requests, rendering_notes
+from isobit.run.evaluation import Evaluation, Evaluator, OnProgress
 from isobit.run.resolved import with_date_of
 from isobit.run.reward_models import ModelRewards, reward_model_folders
 from isobit.util.terminal import say

@@ -66,7 +66,7 @@ from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Request
 from isobit.run.crests import has_int8, measure_crests
-from isobit.run.evaluation import evaluation_requests
+from isobit.run.data import evaluation_requests
 from isobit.run.resolved import with_date_of
 from isobit.run.reward_models import ModelRewards, reward_model_folders
 from isobit.util.errors import ConfigError, DataError, NonFiniteError

@@ -1,5 +1,5 @@
 """The data of a training: what it learns from, without the rows whose prompt is evaluated, and each
-evaluation set.
+evaluation set, with what an engine is asked for on it.
 
 Reinforcement learning learns from prompts, fine-tuning from examples or from pairs of answers.
 ``data.streaming`` keeps the rows to learn from in a temporary file.
@@ -40,10 +40,11 @@ from isobit.data.prompts import (
 )
 from isobit.data.sources import iter_rows
 from isobit.data.spool import Mapped, Spool, in_chunks
-from isobit.models.folder import DescribedModel
+from isobit.models.folder import DescribedModel, SamplingModel
 from isobit.records.text import Prompt
 from isobit.rewards.reference_check import check_references
 from isobit.rollout.episodes import Tools
+from isobit.rollout.requests import Request
 from isobit.run.acting import open_environments, read_tools
 from isobit.util.errors import ModelError
 
@@ -312,6 +313,27 @@ def _read_sets(
 def evaluation_limit(evaluation: EvaluationConfig, rollout: RolloutConfig) -> int:
     """The most tokens of a completion in an evaluation."""
     return evaluation.max_new_tokens or rollout.max_new_tokens
+
+
+def evaluation_requests(
+    sets: Mapping[str, Sequence[Prompt]],
+    evaluation: EvaluationConfig,
+    rollout: RolloutConfig,
+    model: SamplingModel | DescribedModel,
+) -> dict[str, list[Request]]:
+    """What an engine is asked for on each set, by name: ``rollout`` with what ``evaluation`` says
+    otherwise.
+    """
+    changed = {
+        "temperature": evaluation.temperature,
+        "max_new_tokens": evaluation_limit(evaluation, rollout),
+        "top_p": rollout.top_p if evaluation.top_p is None else evaluation.top_p,
+    }
+    sampling = model.sampling(rollout.model_copy(update=changed))
+    return {
+        name: [Request(prompt, 0, evaluation.samples, sampling) for prompt in prompts]
+        for name, prompts in sets.items()
+    }
 
 
 def rendering_notes(

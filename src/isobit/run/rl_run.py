@@ -36,8 +36,8 @@ from isobit.rollout.episodes import Episodes
 from isobit.rollout.requests import Request
 from isobit.rollout.shared import generate_shared
 from isobit.run.acting import Generate
-from isobit.run.data import RlData, load_prompts
-from isobit.run.evaluation import Evaluation, OnProgress, evaluation_requests
+from isobit.run.data import RlData, evaluation_requests, load_prompts
+from isobit.run.evaluation import Evaluation, OnProgress
 from isobit.run.frozen_models import (
     checkpoint_bytes,
     describe_reference,

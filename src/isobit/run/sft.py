@@ -20,8 +20,8 @@ from isobit.observe.metrics import check_packages, check_services
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import describe_flow
 from isobit.rewards.grading import Grading
-from isobit.run.data import Lesson, SftData, load_examples
-from isobit.run.evaluation import Evaluation, OnProgress, evaluation_requests
+from isobit.run.data import Lesson, SftData, evaluation_requests, load_examples
+from isobit.run.evaluation import Evaluation, OnProgress
 from isobit.run.frozen_models import describe_teacher
 from isobit.run.open_run import OpenRun, begin_run, start_run
 from isobit.run.plan import Plan
