@@ -94,8 +94,7 @@ class Run(ABC, Generic[Config, Data]):
         """
         config, rollout = plan.config, plan.config.rollout
         around = around or Surroundings.none(world)
-        hook = config.checkpoint.on_save if world.rank == 0 else None
-        run_on_all(world, lambda: check_hook(hook))
+        run_on_all(world, lambda: None if world.rank else check_hook(config.checkpoint.on_save))
         self.config = config
         self.data = plan.data
         self.world = world
