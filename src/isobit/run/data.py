@@ -140,16 +140,17 @@ class RlData(TrainingData[Prompt]):
         """How many there are of each, for the manifest."""
         return self._figures("prompts", "evaluation_problems")
 
-    def describe(self, prompts_per_step: int) -> str:
+    def describe(self, training: OptimisationConfig) -> str:
         """One line: how many training prompts and evaluation problems there are, what was left out
         or cut, and whether a step has a prompt more than once.
         """
         line, count = self._described("training prompts", "; evaluation problems"), len(self.train)
-        if prompts_per_step <= count:
+        wanted = training.prompts_per_step
+        if wanted <= count:
             return line
         return (
-            f"{line}; warning: a step takes {prompts_per_step} prompts (training.prompts_per_step),"
-            f" so that it has the same prompt up to {-(-prompts_per_step // count)} times"
+            f"{line}; warning: a step takes {wanted} prompts (training.prompts_per_step), so that "
+            f"it has the same prompt up to {-(-wanted // count)} times"
         )
 
 

@@ -23,11 +23,9 @@ from isobit.models.adapter_delivery import filled
 from isobit.models.config import ModelConfig
 from isobit.models.function import is_one_function
 from isobit.models.kv_calibration import calibrate_kv_scales
-from isobit.observe.console import describe_policy
 from isobit.observe.evaluation import EvalResult
 from isobit.observe.metrics import check_packages, check_services
 from isobit.parallel.world import ALONE, World
-from isobit.precision.flow import describe_flow
 from isobit.proof.redraw import redraw_some
 from isobit.records.packing import pack
 from isobit.records.text import Completion, SamplingParams
@@ -166,23 +164,12 @@ class RlRun(Run[RunConfig, RlData]):
         self.recorded = replace(self.recorded, grading=self.grading, answers=answers)
         self._episodes = self._with_answers(answers)
 
-    def describe(self) -> list[str]:
-        """The first lines: the model, the data, the flow, the plan of the memory."""
-        policy = self.model.policy
-        return [
-            describe_policy(self.config.model, policy),
-            self.data.describe(self.config.training.prompts_per_step),
-            *describe_text(self.config, policy.config, self.model.tokenizer, self.sampling),
-            *([] if self.data.tools is None else [self.data.tools.describe()]),
-            *self.data.notes,
-            *self.describe_teacher(),
-            *(f"  {line}" for line in describe_flow(policy.flow)),
-            *self._describe_engine(),
-            *self.turns.describe(),
-        ]
+    def describe_sampling(self) -> list[str]:
+        shape = self.model.policy.config
+        text = describe_text(self.config, shape, self.model.tokenizer, self.sampling)
+        return text if self.data.tools is None else [*text, self.data.tools.describe()]
 
-    def _describe_engine(self) -> list[str]:
-        """Lines on the engine, where it is another one than ours."""
+    def describe_engine(self) -> list[str]:
         if self.config.rollout.engine == "http":
             names = ", ".join(self.config.rollout.servers)
             return [f"servers sample, by the trainer's own function: {names}"]
@@ -402,7 +389,7 @@ def read_rl(recipe: ResolvedRecipe[RunConfig]) -> RlPlan:
         updates=training.steps * updates,
         longest=longest,
         learning=(
-            data.describe(training.prompts_per_step),
+            data.describe(training),
             *data.notes,
             f"steps: {training.steps} of "
             f"{training.prompts_per_step * training.samples_per_prompt} samples, {updates} updates "

@@ -15,10 +15,9 @@ from isobit.config.recipes import SftConfig
 from isobit.config.rules import check_sft
 from isobit.config.training import OptimisationConfig, TrainingConfig
 from isobit.memory.retry import measured_within_memory, within_memory
-from isobit.observe.console import Console, describe_policy, silent
+from isobit.observe.console import Console, silent
 from isobit.observe.metrics import check_packages, check_services
 from isobit.parallel.world import ALONE, World
-from isobit.precision.flow import describe_flow
 from isobit.rewards.grading import Grading
 from isobit.run.data import Lesson, SftData, evaluation_requests, load_examples
 from isobit.run.evaluation import Evaluation, OnProgress
@@ -50,20 +49,6 @@ class SftRun(Run[SftConfig, SftData]):
     ) -> None:
         super().__init__(plan, world, around)
         self.objective: SftObjective[Any] = SFT_OBJECTIVES[self.config.objective]
-
-    def describe(self) -> list[str]:
-        """The first lines: the model, the data, how often it is gone through, the flow, the plan of
-        the memory.
-        """
-        config, policy = self.config, self.model.policy
-        return [
-            describe_policy("from scratch" if config.from_scratch else config.model, policy),
-            self.data.describe(config.training),
-            *self.data.notes,
-            *self.describe_teacher(),
-            *(f"  {line}" for line in describe_flow(policy.flow)),
-            *self.turns.describe(),
-        ]
 
     def next_examples(self) -> list[Lesson]:
         """The examples of the next step, in the sampler's order."""
