@@ -13,7 +13,7 @@ A run's checkpoint holds FP32 masters, of which the checkpoint's tensors are row
 is their BF16 rounding, from which the same 8-bit values are published.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -50,13 +50,10 @@ from isobit.run.model_source import source_config
 from isobit.store.checkpoint import MASTERS, Checkpoint, folders_by_step, read_checkpoint
 from isobit.store.directory import RunDirectory, is_run
 from isobit.store.keeper import best_on_disk
-from isobit.store.newest import newest_usable
+from isobit.store.newest import Say, newest_usable
 from isobit.util.disk_space import check_free, disk_errors
 from isobit.util.errors import CheckpointError, ConfigError, ModelError
 from isobit.util.files import file_sha256, new_folder
-
-Say = Callable[[str], None]
-"""Prints a line."""
 
 
 @dataclass(frozen=True, slots=True)
