@@ -5,13 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from isobit.cli.options import (
-    SAMPLING,
-    Command,
-    also_keys,
-    option,
-    set_threads,
-)
+from isobit.cli.options import SAMPLING, Command, also_keys, option, set_threads
 from isobit.cli.served_run import served_settings
 from isobit.cli.start import starting
 from isobit.util.errors import ConfigError, DataError, IsobitError

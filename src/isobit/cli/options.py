@@ -146,11 +146,7 @@ class Command:
         return self.parser().parse_known_args(arguments)
 
     def settings(
-        self,
-        model: type[Settings],
-        options: Namespace,
-        overrides: Sequence[str],
-        **tables: Any,
+        self, model: type[Settings], options: Namespace, overrides: Sequence[str], **tables: Any
     ) -> Settings:
         """The configuration: ``tables``, then the options that have a key, then the overrides, each
         of which replaces values of those before. Raises ConfigError.

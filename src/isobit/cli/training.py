@@ -160,10 +160,7 @@ def _read_options(command: TrainingCommand[AnyRecipe], arguments: Sequence[str])
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_options(
-        parser,
-        [*_OPTIONS, option("recipe RECIPE.toml", f"for example {command.example}")],
-    )
+    add_options(parser, [*_OPTIONS, option("recipe RECIPE.toml", f"for example {command.example}")])
     overrides = parser.add_argument(
         "overrides",
         metavar="--KEY VALUE",

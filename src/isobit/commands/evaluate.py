@@ -57,11 +57,7 @@ def evaluate_folder(
 
 
 def _evaluate_folder(
-    folder: Path,
-    config: RunConfig,
-    progress: OnProgress | None,
-    graders: Graders,
-    world: World,
+    folder: Path, config: RunConfig, progress: OnProgress | None, graders: Graders, world: World
 ) -> Evaluation[EvalResult]:
     model = load_sampling_model(folder, config.precision, config.device, world)
     engine = NativeEngine(model.policy, config.rollout, model.tokenizer, config.seed)
@@ -136,14 +132,7 @@ def read_sets(
     new_tokens = 1 if data.too_long == "refuse" else longest
     sets = {
         name: build_prompts(
-            name,
-            source,
-            tokenizer,
-            data,
-            context,
-            new_tokens,
-            noticed[name],
-            tools=tools,
+            name, source, tokenizer, data, context, new_tokens, noticed[name], tools=tools
         )
         for name, source in data.eval.items()
     }

@@ -336,10 +336,7 @@ def _is_prompt(messages: Sequence[Any], row: Row) -> bool:
     if not all(isinstance(message, Mapping) for message in messages):
         return False
     stated = [
-        (
-            one.get("role"),
-            message_text(content, row.place) if is_parts(content) else content,
-        )
+        (one.get("role"), message_text(content, row.place) if is_parts(content) else content)
         for one in messages
         for content in [one.get("content")]
     ]

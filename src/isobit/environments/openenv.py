@@ -43,11 +43,7 @@ _PATIENCE = 0.5
 _PAUSE_S = 0.2
 _OBJECTIONS = ("EXECUTION_ERROR", "VALIDATION_ERROR")
 """Errors behind which a session goes on."""
-_FAILURES = {
-    "CAPACITY_REACHED": "capacity",
-    "FACTORY_ERROR": "server",
-    "SESSION_ERROR": "server",
-}
+_FAILURES = {"CAPACITY_REACHED": "capacity", "FACTORY_ERROR": "server", "SESSION_ERROR": "server"}
 
 
 class LostEpisodeError(Exception):

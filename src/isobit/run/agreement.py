@@ -55,9 +55,7 @@ def check_alike(every: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def _first_difference(
-    every: Sequence[Mapping[str, Any]],
-) -> tuple[int, str, Any, Any] | None:
+def _first_difference(every: Sequence[Mapping[str, Any]]) -> tuple[int, str, Any, Any] | None:
     """Rank, key, its value there, and on rank 0."""
     firsts = flat(every[0])
     for rank, one in enumerate(every):

@@ -216,11 +216,7 @@ def update_once(opened: OpenSftRun, step: int, evaluates: bool) -> None:
 
 @contextmanager
 def open_run(
-    config: SftConfig,
-    console: Console | None,
-    resume: bool,
-    world: World,
-    allowed: Sequence[str],
+    config: SftConfig, console: Console | None, resume: bool, world: World, allowed: Sequence[str]
 ) -> Iterator[OpenSftRun]:
     """A block with all steps of a run, which begins or is resumed (``isobit.run.open_run``)."""
     console = console or (Console() if world.rank == 0 else silent())

@@ -362,11 +362,7 @@ class ApiServer:
             )
             for place, prompt in enumerate(prompts)
         ]
-        head = {
-            "id": name,
-            "created": int(time.time()),
-            "model": asked.model,
-        }
+        head = {"id": name, "created": int(time.time()), "model": asked.model}
         return head, prompts, requests
 
     def _max_new_tokens(self, asked: GenerationRequest, prompt: int) -> int:

@@ -85,10 +85,7 @@ class ServedRequest:
     _is_closed: bool = False
 
     async def begin(
-        self,
-        head: Mapping[str, Any],
-        prompts: Sequence[ScoredPrompt],
-        requests: Sequence[Request],
+        self, head: Mapping[str, Any], prompts: Sequence[ScoredPrompt], requests: Sequence[Request]
     ) -> None:
         """Score the prompts and have the samples taken on; ``requests`` are of the ``prompts``,
         and every chunk has the ``head``.

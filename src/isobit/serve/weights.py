@@ -245,8 +245,7 @@ class WeightUpdates:
                 )  # fmt: skip
             if tuple(values.shape) != expected[name]:
                 raise ApiError(
-                    400,
-                    f"{name} has the shape {tuple(values.shape)}; expected {expected[name]}",
+                    400, f"{name} has the shape {tuple(values.shape)}; expected {expected[name]}"
                 )
             if values.dtype not in _FORMAT_OF:
                 raise ApiError(400, f"{name} is {values.dtype}; expected one of {FORMATS}")
