@@ -8,9 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from isobit.config.data import ChatConfig, DataConfig, JsonlData
-from isobit.data.prompts import TooLong, build_prompts, drop_evaluated, prompts_of_rows
+from isobit.data.prompts import Noticed, TooLong, build_prompts, prompts_of_rows
 from isobit.data.sources import Row
-from isobit.records.text import Prompt
 from isobit.util.errors import DataError
 from tools.starter.tokenizer import BOS_ID, build_tokenizer
 
@@ -130,27 +129,15 @@ def test_a_refused_prompt_names_the_completion_that_would_fit(
         build_prompts("train", config.train, tokenizer(), config, 64, new_tokens=new)
 
 
-def test_evaluated_prompts_are_dropped_and_counted() -> None:
-    train = [
-        Prompt(f"train/{index}", text, (1,)) for index, text in enumerate(["a", "b", "c", "b"])
-    ]
-    evaluated = [[Prompt("x/0", "b", (1,))], [Prompt("y/0", "z", (1,))]]
-    kept, dropped = drop_evaluated(train, evaluated)
-    assert [prompt.id for prompt in kept] == ["train/0", "train/2"]
-    assert dropped == 2
-    with pytest.raises(DataError, match="all 4 training prompts also stand in an evaluation set"):
-        drop_evaluated(train, [train])
-
-
 LONG = "1+2+3+4+5+6+7+8+9="
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
     config = data(tmp_path, "1+1=", LONG, "2+2=", max_prompt_tokens=8, too_long="drop")
-    counts = TooLong(config.too_long)
-    prompts = build_prompts("train", config.train, tokenizer(), config, too_long=counts)
+    seen = Noticed(TooLong(config.too_long))
+    prompts = build_prompts("train", config.train, tokenizer(), config, noticed=seen)
     assert [prompt.id for prompt in prompts] == ["train/0", "train/2"], "ids are those of the rows"
-    assert counts.describe() == "1 too long: dropped"
+    assert seen.too_long.describe() == "1 too long: dropped"
     only = data(tmp_path, LONG, max_prompt_tokens=8, too_long="drop")
     with pytest.raises(DataError, match="all 1 rows of train are too long"):
         build_prompts("train", only.train, tokenizer(), only)
@@ -164,15 +151,15 @@ def test_long_prompts_are_cut_and_counted(
     tmp_path: Path, limits: dict[str, int], context: int | None
 ) -> None:
     config = data(tmp_path, "1+1=", LONG, too_long="cut", **limits)
-    counts = TooLong(config.too_long)
-    short, cut = build_prompts("train", config.train, tokenizer(), config, context, counts)
+    seen = Noticed(TooLong(config.too_long))
+    short, cut = build_prompts("train", config.train, tokenizer(), config, context, noticed=seen)
     assert short.text == "1+1="
     assert len(cut.token_ids) == 8 and cut.token_ids[0] == BOS_ID
     assert cut.text == LONG[-len(cut.text) :] and tokenizer().decode(list(cut.token_ids[1:])) == (
         cut.text
     )
     assert cut.content == LONG
-    assert counts.describe() == "1 too long: cut"
+    assert seen.too_long.describe() == "1 too long: cut"
 
 
 def test_a_cut_prompt_of_a_template_ends_with_the_beginning_of_the_answer(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from isobit.config.commands import GenerationConfig
 from isobit.config.recipes import RunConfig
 from isobit.config.reward import RewardConfig
 from isobit.config.rollout import RolloutConfig
-from isobit.run import date
+from isobit.run import resolved
 from isobit.run.loop import train
 from isobit.run.resolved import dated, resolve
 from isobit.run.rl_run import read_rl
@@ -43,7 +43,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(date, "now", clock)
+    monkeypatch.setattr(resolved, "now", clock)
     return clock
 
 

@@ -29,10 +29,7 @@ def config(steps: int, **checkpoint: object) -> RunConfig:
 
 
 def plan_of(config: RunConfig, on_disk: Sequence[int] = ()) -> DiskPlan:
-    return plan_disk(
-        config.output, read_config(Path(config.model)), config.training, config.checkpoint,
-        config.evaluation, on_disk,
-    )  # fmt: skip
+    return plan_disk(config, read_config(Path(config.model)), on_disk)
 
 
 @given(

@@ -5,16 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from isobit.cli.options import (
-    FOLDER,
-    PRECISION,
-    SEED,
-    THREADS,
-    Command,
-    also_keys,
-    option,
-    set_threads,
-)
+from isobit.cli.options import SAMPLING, Command, also_keys, option, set_threads
 from isobit.cli.served_run import served_settings
 from isobit.cli.start import starting
 from isobit.util.errors import ConfigError, DataError, IsobitError
@@ -31,10 +22,7 @@ _COMMAND = Command(
     "chat",
     "Converse with a model in the terminal.",
     [
-        FOLDER,
-        PRECISION,
-        SEED,
-        THREADS,
+        *SAMPLING,
         option("--system TEXT", "what the model is told first"),
         option("--max-new-tokens N", "longest answer", key="rollout.max_new_tokens"),
         option("--temperature T", "0 is greedy; by default 1", key="rollout.temperature"),

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobit.cli.options import (
-    FOLDER,
     JSON,
     NO_CHAT,
-    PRECISION,
-    SEED,
+    SAMPLING,
     THREADS,
     Command,
     Option,
@@ -62,10 +60,7 @@ _COMMAND = Command(
     "--data FILE` scores the answers of a file with a reward model instead; `isobit eval "
     "--reward-model FOLDER --help` says how.",
     [
-        FOLDER,
-        PRECISION,
-        SEED,
-        THREADS,
+        *SAMPLING,
         data_option(required=True),
         SPLIT,
         PROBLEMS,

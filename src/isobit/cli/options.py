@@ -146,11 +146,7 @@ class Command:
         return self.parser().parse_known_args(arguments)
 
     def settings(
-        self,
-        model: type[Settings],
-        options: Namespace,
-        overrides: Sequence[str],
-        **tables: Any,
+        self, model: type[Settings], options: Namespace, overrides: Sequence[str], **tables: Any
     ) -> Settings:
         """The configuration: ``tables``, then the options that have a key, then the overrides, each
         of which replaces values of those before. Raises ConfigError.
@@ -206,6 +202,8 @@ SEED = option(
     "--seed N", "of everything that is drawn; by default 0", whole(0, MAX_SEED), default=0
 )
 THREADS = option("--threads N", "CPU threads; by default torch's choice", count_of_threads)
+SAMPLING = [FOLDER, PRECISION, SEED, THREADS]
+"""The options of the commands that sample with a model."""
 NO_CHAT = option("--no-chat", "take prompts as they stand, without the tokenizer's chat template")
 JSON = option("--json", "print a JSON object instead of text")
 

@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobit.cli.options import (
-    FOLDER,
-    PRECISION,
-    SEED,
-    THREADS,
+    SAMPLING,
     Command,
     also_keys,
     check_new,
@@ -33,10 +30,7 @@ _COMMAND = Command(
     "rollout",
     "Complete prompts with a model folder, in any precision.",
     [
-        FOLDER,
-        PRECISION,
-        SEED,
-        THREADS,
+        *SAMPLING,
         [
             option("--prompt TEXT", "the text to complete"),
             option(

@@ -48,7 +48,6 @@ def served_settings(
 
 
 def recorded_recipe(root: Path) -> dict[str, Any]:
-    """The recipe of a run."""
     path = RunDirectory(root).manifest
     try:
         return json.loads(read_plain(path))["config"]

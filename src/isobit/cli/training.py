@@ -10,10 +10,11 @@ import json
 import signal
 import threading
 from argparse import REMAINDER, ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from isobit.cli.options import (
     ALLOW,
@@ -39,35 +40,26 @@ if TYPE_CHECKING:
     from isobit.commands.dry_run import DryRun
     from isobit.memory.device import Card
     from isobit.parallel.world import World
+    from isobit.run.plan import Plan
+    from isobit.run.resolved import ResolvedRecipe
 
 AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 
 
-class TrainingCommand(Protocol[AnyRecipe]):
+@dataclass(frozen=True, slots=True)
+class TrainingCommand(Generic[AnyRecipe]):
     """What differs between the commands that train."""
 
     name: str
     description: str
     example: str
     recipe: type[AnyRecipe]
-
-    def check(self, config: AnyRecipe) -> None:
-        """Raise ConfigError for settings that contradict one another."""
-        ...
-
-    def plan(
-        self, config: AnyRecipe, resume: bool, allowed: Sequence[str], card: "Card | None"
-    ) -> "DryRun":
-        """The run as it would be, as ``plan_training`` describes it."""
-        ...
-
-    def start(
-        self, config: AnyRecipe, resume: bool, world: "World", allowed: Sequence[str]
-    ) -> None:
-        """Run the training; settings and inputs in ``allowed`` may differ from the resumed
-        run's.
-        """
-        ...
+    check: Callable[[AnyRecipe], None]
+    """Raises ConfigError for settings that contradict one another."""
+    reader: "Callable[[], Callable[[ResolvedRecipe[Any]], Plan[Any, Any]]]"
+    """Imports the function that plans a run."""
+    starter: Callable[[], Callable[..., object]]
+    """Imports the function that runs the training."""
 
 
 RESUME = "--resume"
@@ -140,14 +132,21 @@ def _obey(
     if options.print_config:
         print(dump_config(config), end="")
     elif options.dry_run:
-        _print_plan(command.plan(config, options.resume, allowed, card), options.verbose)
+        with starting():
+            from isobit.commands.dry_run import plan_training
+
+            read = command.reader()
+        plan = plan_training(config, read, options.resume, allowed, card)
+        _print_plan(plan, options.verbose)
     elif may_launch and config.cluster.is_launched:
         command.check(config)
         _launch(command.name, config, arguments)
     else:
         with starting():
             from isobit.parallel.world import ALONE
-        command.start(config, options.resume, world or ALONE, allowed)
+
+            start = command.starter()
+        start(config, resume=options.resume, world=world or ALONE, allowed=allowed)
     return 0
 
 
@@ -161,10 +160,7 @@ def _read_options(command: TrainingCommand[AnyRecipe], arguments: Sequence[str])
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_options(
-        parser,
-        [*_OPTIONS, option("recipe RECIPE.toml", f"for example {command.example}")],
-    )
+    add_options(parser, [*_OPTIONS, option("recipe RECIPE.toml", f"for example {command.example}")])
     overrides = parser.add_argument(
         "overrides",
         metavar="--KEY VALUE",

@@ -48,8 +48,6 @@ _IGNORED = (*OF_THE_MACHINE, "first_error")
 """Beginnings of the keys of lines that are not compared: also the text of a grader's first error,
 which may hold an address or a time.
 """
-
-
 OF_AN_EVALUATION = "time/evaluation_s"
 """A metric that each line of an evaluation has, and no other."""
 _OF_THE_LOG = ("log", "files")
@@ -61,8 +59,6 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class FileDifference:
-    """The first difference in a file."""
-
     step: int
     """The step at which the runs differ in the file; ``_LAST`` for the trained model."""
     file: str

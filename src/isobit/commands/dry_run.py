@@ -31,9 +31,9 @@ from isobit.models.hub import is_hub_name
 from isobit.precision.flow import PrecisionFlow, build_flow, describe_flow
 from isobit.rewards.grading import Graders
 from isobit.rollout.requests import EngineLimits, check_limits
+from isobit.run.data import SftData
 from isobit.run.plan import AnyPlan, check_requests, plan_device_memory
 from isobit.run.resolved import dated, resolve, settled
-from isobit.run.sft_data import SftData
 from isobit.store.checkpoint import folders_by_step
 from isobit.store.directory import RunDirectory, check_unused
 from isobit.store.disk_plan import DiskPlan, plan_disk
@@ -90,7 +90,7 @@ class DryRun:
             self._describe_model(),
             *plan.learning,
             *self.rewards,
-            self.disk.describe() if self.here else self.disk.describe_needs(),
+            self.disk.describe(self.here),
             *self.start,
         ]
         if verbose:
@@ -156,11 +156,8 @@ def plan_training(
     check = partial(check_limits, limits=limits)
     check_requests(plan.requests, check, model.max_positions)
     disk = plan_disk(
-        config.output,
+        config,
         model,
-        config.training,
-        config.checkpoint,
-        config.evaluation,
         folders_by_step(RunDirectory(config.output).checkpoints) if card is None else (),
         plan.extra_bytes,
     )
@@ -281,7 +278,6 @@ def rounds_of(plan: AnyPlan, processes: int) -> tuple[int, int]:
 
 
 def _sequences(training: TrainingConfig) -> int:
-    """The sequences of an update."""
     prompts = -(-training.prompts_per_step // training.updates_per_batch)
     return prompts * training.samples_per_prompt
 

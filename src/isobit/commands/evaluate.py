@@ -9,12 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from isobit.commands.rollout import check_acting, say_end_of_turn, say_notes
 from isobit.config.recipes import RunConfig
 from isobit.config.rules import check_has_sets, check_reward, check_samples
-from isobit.data.prompts import (
-    Noticed,
-    TooLong,
-    build_prompts,
-    describe_too_long,
-)
+from isobit.data.prompts import Noticed, TooLong, build_prompts, describe_too_long
 from isobit.models.folder import SamplingModel, load_sampling_model
 from isobit.models.tensor_parallel import check_ranks
 from isobit.observe.evaluation import EvalResult
@@ -24,14 +19,12 @@ from isobit.records.text import Group, Prompt
 from isobit.rewards.grading import Graders
 from isobit.rewards.reference_check import check_references
 from isobit.rewards.tally import GradeStats
-from isobit.rollout.engine import (
-    generate,
-)
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
 from isobit.run.acting import episodes_of
-from isobit.run.data import evaluation_limit, rendering_notes
-from isobit.run.date import with_date_of
-from isobit.run.evaluation import Evaluation, Evaluator, OnProgress, evaluation_requests
+from isobit.run.data import evaluation_limit, evaluation_requests, rendering_notes
+from isobit.run.evaluation import Evaluation, Evaluator, OnProgress
+from isobit.run.resolved import with_date_of
 from isobit.run.reward_models import ModelRewards, reward_model_folders
 from isobit.util.terminal import say
 
@@ -64,11 +57,7 @@ def evaluate_folder(
 
 
 def _evaluate_folder(
-    folder: Path,
-    config: RunConfig,
-    progress: OnProgress | None,
-    graders: Graders,
-    world: World,
+    folder: Path, config: RunConfig, progress: OnProgress | None, graders: Graders, world: World
 ) -> Evaluation[EvalResult]:
     model = load_sampling_model(folder, config.precision, config.device, world)
     engine = NativeEngine(model.policy, config.rollout, model.tokenizer, config.seed)
@@ -137,26 +126,17 @@ def read_sets(
     stands out.  Raises as ``build_prompts`` and ``check_references`` do.
     """
     data = config.data
-    noticed = {name: Noticed() for name in data.eval}
+    noticed = {name: Noticed(TooLong(data.too_long)) for name in data.eval}
     # an answer may end at the context's end, unless prompts that leave less room are not wanted
     longest = evaluation_limit(config.evaluation, config.rollout)
     new_tokens = 1 if data.too_long == "refuse" else longest
-    too_long = {name: TooLong(data.too_long) for name in data.eval}
     sets = {
         name: build_prompts(
-            name,
-            source,
-            tokenizer,
-            data,
-            context,
-            too_long[name],
-            new_tokens,
-            noticed[name],
-            tools=tools,
+            name, source, tokenizer, data, context, new_tokens, noticed[name], tools=tools
         )
         for name, source in data.eval.items()
     }
-    if world.rank == 0 and (said := describe_too_long(too_long)):
+    if world.rank == 0 and (said := describe_too_long(noticed)):
         say(f"isobit: {said.removeprefix('; ')}")
     if graded:
         say_notes(check_references(config.reward, sets), world)

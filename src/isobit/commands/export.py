@@ -13,7 +13,7 @@ A run's checkpoint holds FP32 masters, of which the checkpoint's tensors are row
 is their BF16 rounding, from which the same 8-bit values are published.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -48,15 +48,12 @@ from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.precision.quant_tensor import QuantTensor
 from isobit.run.model_source import source_config
 from isobit.store.checkpoint import MASTERS, Checkpoint, folders_by_step, read_checkpoint
-from isobit.store.directory import RunDirectory
+from isobit.store.directory import RunDirectory, is_run
 from isobit.store.keeper import best_on_disk
-from isobit.store.newest import newest_usable
+from isobit.store.newest import Say, newest_usable
 from isobit.util.disk_space import check_free, disk_errors
 from isobit.util.errors import CheckpointError, ConfigError, ModelError
 from isobit.util.files import file_sha256, new_folder
-
-Say = Callable[[str], None]
-"""Prints a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +136,7 @@ def find_source(name: str | Path, step: int | Literal["best"] | None, say: Say) 
     path = model_folder(name)
     if not path.exists():
         raise ConfigError(_nothing_at(path))
-    if not _is_run(path):
+    if not is_run(path):
         if step is not None:
             raise ConfigError(f"--step is for a run, and {path} is none; leave it out")
         return _folder(str(name), path)
@@ -165,11 +162,6 @@ def _nothing_at(path: Path) -> str:
     )
 
 
-def _is_run(path: Path) -> bool:
-    directory = RunDirectory(path)
-    return directory.manifest.is_file() or directory.checkpoints.is_dir()
-
-
 def _folder(name: str, path: Path) -> ExportSource:
     config, base = read_any_config(path), base_folder(path)
     adapters = None if config.lora is None else open_adapters(path, config)
@@ -182,7 +174,7 @@ def _finished(directory: RunDirectory, record: RunRecord) -> ExportSource:
     return replace(
         _folder(str(directory.root), directory.model),
         path=directory.root,
-        precision=None if recipe is None else _precision(recipe),
+        precision=recipe and build(PrecisionConfig, recipe["precision"], "the run's precision"),
         record=record,
         step=record.setting("config", "training", "steps"),
     )
@@ -262,13 +254,7 @@ def _recipe(checkpoint: Checkpoint) -> Recipe:
     return build(kind, values, str(checkpoint.folder))
 
 
-def _precision(recipe: dict[str, object]) -> PrecisionConfig:
-    return build(PrecisionConfig, recipe["precision"], "the run's precision")  # pyright: ignore[reportArgumentType]
-
-
 ExportFormat = Literal["bf16", "fp8", "int8"]
-
-
 _OTHER_FILES = 64 << 20
 """Bytes that are kept for tokenizer, configuration and card, generously."""
 

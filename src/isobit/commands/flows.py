@@ -66,8 +66,8 @@ from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Request
 from isobit.run.crests import has_int8, measure_crests
-from isobit.run.date import with_date_of
-from isobit.run.evaluation import evaluation_requests
+from isobit.run.data import evaluation_requests
+from isobit.run.resolved import with_date_of
 from isobit.run.reward_models import ModelRewards, reward_model_folders
 from isobit.util.errors import ConfigError, DataError, NonFiniteError
 from isobit.util.terminal import gib
@@ -138,7 +138,6 @@ class _Bench:
         return sum(batch.targets.numel() for batch in self._base.batches)
 
     def measure(self, one: FlowFigures) -> FlowFigures:
-        """The figures with what is measured."""
         needs = model_needs(self._model.config, one.precision.preset)
         if (problem := support(self._device.type).model_problem(needs)) is not None:
             return replace(one, problem=problem)

@@ -44,12 +44,7 @@ from isobit.store.compatible import REPLAYING, check_compatible, is_allowed
 from isobit.store.directory import RunDirectory, check_unused
 from isobit.store.journals import read_lines
 from isobit.store.resume import Say, begin_again
-from isobit.store.reward_record import (
-    AnswerRecord,
-    KnownAnswers,
-    KnownRewards,
-    RewardRecord,
-)
+from isobit.store.reward_record import AnswerRecord, KnownAnswers, KnownRewards, RewardRecord
 from isobit.store.state import StepDigests, checkpoint_digest, read_digests
 from isobit.util.errors import CheckpointError, ConfigError
 

@@ -9,10 +9,7 @@ from isobit.config.data import ColumnsData, DataSource, ReasoningGymData
 from isobit.config.environment import EnvironmentConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.rules import check_greedy
-from isobit.data.prompts import (
-    Noticed,
-    prompts_of_rows,
-)
+from isobit.data.prompts import Noticed, prompts_of_rows
 from isobit.data.sources import load_rows, row_of
 from isobit.data.stop_tokens import describe_end_of_turn
 from isobit.models.folder import SamplingModel, load_sampling_model
@@ -25,7 +22,7 @@ from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Request
 from isobit.run.acting import episodes_of
 from isobit.run.data import rendering_notes
-from isobit.run.date import with_date
+from isobit.run.resolved import with_date
 from isobit.util.errors import ConfigError
 from isobit.util.strict_json import json_line
 from isobit.util.terminal import say

@@ -11,16 +11,9 @@ from isobit.config.commands import ScoringConfig
 from isobit.config.data import ChatConfig, OneExampleSource
 from isobit.data.examples import Answer, answer_of, conversation_ids
 from isobit.data.sources import Row, load_rows
-from isobit.models.folder import (
-    choose_device,
-    model_folder,
-    read_reward_config,
-)
-from isobit.models.frozen import (
-    RewardModel,
-    load_reward_model,
-)
-from isobit.run.date import with_date
+from isobit.models.folder import choose_device, model_folder, read_reward_config
+from isobit.models.frozen import RewardModel, load_reward_model
+from isobit.run.resolved import with_date
 from isobit.util.errors import DataError, NonFiniteError
 
 ROWS_AT_ONCE = 64

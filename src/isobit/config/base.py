@@ -24,12 +24,8 @@ MAX_FACTOR = 1e6
 """Coefficients of either sign."""
 MAX_SEED = (1 << 63) - 1
 """The largest seed that torch, numpy and TOML all take."""
-
-
 Device = Literal["auto", "cpu", "cuda"]
 """``auto`` takes a Hopper GPU where one is there that computes the model."""
-
-
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 
 

@@ -64,7 +64,6 @@ class PrecisionConfig(Strict):
 
     @property
     def name(self) -> str:
-        """See ``precision_name``."""
         return precision_name(self.model_dump(mode="json"))
 
 

@@ -88,7 +88,8 @@ def _explain(detail: ErrorDetails, model: type[BaseModel], reasons: Reasons) -> 
     table, _, name = path.rpartition(".")
     misspelt = bool(table) and not exact and bool(did_you_mean(name, siblings))
     if (ours is not None and ours.users) or misspelt or not any(answers.values()):
-        hint = _suggest(path, siblings, model) or reasons.once(_listing(table, siblings))
+        listing = f"; {table or 'a run'} has {', '.join(siblings)}" if siblings else ""
+        hint = _suggest(path, siblings, model) or reasons.once(listing)
         return [f"{path}: unknown key{hint}"]
     return [reasons.line(leaf, answer) for leaf, answer in answers.items()]
 
@@ -161,7 +162,3 @@ def _suggest(path: str, siblings: list[str], model: type[BaseModel]) -> str:
     if elsewhere:
         return f"; did you mean {dashes}{elsewhere[0]}?"
     return ""
-
-
-def _listing(table: str, siblings: Sequence[str]) -> str:
-    return f"; {table or 'a run'} has {', '.join(siblings)}" if siblings else ""

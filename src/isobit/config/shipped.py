@@ -51,7 +51,6 @@ class ShippedRecipe:
 
     @property
     def command(self) -> str:
-        """The command that runs it."""
         if "." in self.name:
             return "python" if self.name.endswith(".py") else "jupyter lab"
         own = re.search(rf"isobit (train|sft) recipes/{self.file}\b", self.text)

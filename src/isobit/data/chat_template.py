@@ -33,8 +33,6 @@ LARGEST = 1 << 20
 LONGEST_LAYOUT = 1000
 _FILE = "<template>"
 """The file name of jinja's compiled templates."""
-
-
 CLOCK = "strftime_now"
 """The function by which chat templates read the clock."""
 _NOW: ContextVar[datetime | None] = ContextVar("now", default=None)

@@ -221,7 +221,6 @@ def build_examples(
     stop_token_ids: Sequence[int],
     config: SftDataConfig,
     context_tokens: int,
-    too_long: TooLong | None = None,
     noticed: Noticed | None = None,
     first: int = 0,
 ) -> list[Example]:
@@ -229,10 +228,10 @@ def build_examples(
     of their turns, or, of a part of its turns, from ``first`` on.
 
     Raises ``DataError`` as ``load_rows`` does, for a completion that is missing or not text, for a
-    conversation without a turn of the assistant, and, depending on ``too_long``, for an example
+    conversation without a turn of the assistant, and, unless they are dropped, for an example
     that is longer than ``config.max_tokens`` or the model's context.
     """
-    too_long, noticed = too_long or TooLong(config.too_long), noticed or Noticed()
+    noticed = noticed or Noticed(TooLong(config.too_long))
     turns = source if isinstance(source, Sequence) else iter_turns(source)
     read = [_read_marks(row, [answer], noticed) for row, answer in turns]
     most = min(config.max_tokens, context_tokens)
@@ -249,19 +248,19 @@ def build_examples(
         ids = _ended(tokens, tokenizer, stop_token_ids)
         example = Example(prompt, ids)
         problem = length_problem(example.tokens, config, context_tokens)
-        if problem is None or too_long.keeps(
+        if problem is None or noticed.too_long.keeps(
             f"example {prompt.id} ({row.place}) has {example.tokens} tokens, {len(ids)} of them in "
             f"its completion, {problem} it (data.too_long = 'drop' drops all of them)"
         ):
             examples.append(example)
-    _check_left(name, examples, too_long, noticed)
+    _check_left(name, examples, noticed)
     return examples
 
 
-def _check_left(name: str, kept: Sequence[Any], too_long: TooLong, noticed: Noticed) -> None:
+def _check_left(name: str, kept: Sequence[Any], noticed: Noticed) -> None:
     """Raise ``DataError`` if nothing is left of a set that was not built in parts."""
-    too_long.check_left(name, kept)
-    if not kept and noticed.unlearnt and not too_long.in_parts:
+    noticed.too_long.check_left(name, kept)
+    if not kept and noticed.unlearnt and not noticed.too_long.in_parts:
         raise all_unlearnt(name)
 
 
@@ -337,10 +336,7 @@ def _is_prompt(messages: Sequence[Any], row: Row) -> bool:
     if not all(isinstance(message, Mapping) for message in messages):
         return False
     stated = [
-        (
-            one.get("role"),
-            message_text(content, row.place) if is_parts(content) else content,
-        )
+        (one.get("role"), message_text(content, row.place) if is_parts(content) else content)
         for one in messages
         for content in [one.get("content")]
     ]
@@ -419,7 +415,6 @@ def build_pairs(
     tokenizer: PreTrainedTokenizerBase,
     config: SftDataConfig,
     context_tokens: int,
-    too_long: TooLong | None = None,
     noticed: Noticed | None = None,
     first: int = 0,
 ) -> list[Pair]:
@@ -427,10 +422,10 @@ def build_pairs(
     of a part of its rows, from ``first`` on.
 
     Raises ``DataError`` as ``load_rows`` does, for an answer that is missing or not text, for equal
-    answers, and, depending on ``too_long``, for a conversation that is longer than
+    answers, and, unless they are dropped, for a conversation that is longer than
     ``config.max_tokens`` or the model's context.
     """
-    too_long, noticed = too_long or TooLong(config.too_long), noticed or Noticed()
+    noticed = noticed or Noticed(TooLong(config.too_long))
     answered = source if isinstance(source, Sequence) else iter_answered(source)
     read = [_read_marks(row, both, noticed) for row, *both in answered]
     most = min(config.max_tokens, context_tokens)
@@ -445,12 +440,12 @@ def build_pairs(
             continue
         longest = max(len(chosen), len(rejected))
         problem = length_problem(longest, config, context_tokens)
-        if problem is None or too_long.keeps(
+        if problem is None or noticed.too_long.keeps(
             f"{row.place}: prompt and answer have {longest} tokens, {problem} the row "
             "(data.too_long = 'drop' drops all of them)"
         ):
             pairs.append(Pair(prompt, chosen, rejected))
-    _check_left(name, pairs, too_long, noticed)
+    _check_left(name, pairs, noticed)
     return pairs
 
 

@@ -14,19 +14,10 @@ from isobit.config import data as tables
 from isobit.config.base import MAX_COUNT
 from isobit.config.data import ChatConfig, DataConfig, DataSource
 from isobit.data.chat_template import mentions, reads_key
-from isobit.data.encoding import (
-    most_characters,
-    token_ids_up_to,
-    unmarked,
-    written_twice,
-)
+from isobit.data.encoding import most_characters, token_ids_up_to, unmarked, written_twice
 from isobit.data.rendering import is_templated, render_row
 from isobit.data.sources import Row, load_rows
-from isobit.records.messages import (
-    Message,
-    calls_of,
-    written_arguments,
-)
+from isobit.records.messages import Message, calls_of, written_arguments
 from isobit.records.text import Prompt
 from isobit.util.errors import DataError
 
@@ -92,16 +83,13 @@ class TooLong:
         return f"{count} too long: {what}" if count else ""
 
 
-def describe_too_long(sets: Mapping[str, TooLong]) -> str:
-    """The number of too long rows in each set, for the end of a line about data; empty if none."""
-    parts = [f"{name}: {one.describe()}" for name, one in sets.items() if one.describe()]
-    return "".join(f"; {text}" for text in parts)
-
-
 @dataclass(slots=True)
 class Noticed:
-    """Oddities of a set's rows that their author may not have meant; ``lines`` reports them."""
+    """What is counted of a set's rows: those that are too long, and oddities that their author may
+    not have meant, which ``lines`` reports.
+    """
 
+    too_long: TooLong = field(default_factory=TooLong)
     rows: int = 0
     rendered: int = 0
     """Rows that spell control tokens which the chat template writes itself."""
@@ -170,6 +158,17 @@ class Noticed:
                 self.unread_keys.add(key)
 
 
+def too_long_of(sets: Mapping[str, Noticed]) -> dict[str, str]:
+    """What became of the rows that are too long, for each set that has some."""
+    texts = {name: seen.too_long.describe() for name, seen in sets.items()}
+    return {name: text for name, text in texts.items() if text}
+
+
+def describe_too_long(sets: Mapping[str, Noticed]) -> str:
+    """The number of too long rows in each set, for the end of a line about data; empty if none."""
+    return "".join(f"; {name}: {text}" for name, text in too_long_of(sets).items())
+
+
 _READ = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "function_call"})
 """Keys of messages that every chat knows, or that a line of their own is for."""
 _NOTHING = ("", [], {})
@@ -182,7 +181,6 @@ def build_prompts(
     tokenizer: PreTrainedTokenizerBase,
     config: DataConfig,
     context_tokens: int | None = None,
-    too_long: TooLong | None = None,
     new_tokens: int = 1,
     noticed: Noticed | None = None,
     first: int = 0,
@@ -192,7 +190,7 @@ def build_prompts(
     or, of a part of its rows, from ``first`` on.
 
     ``context_tokens`` is the model's context, of which a prompt must leave ``new_tokens`` for the
-    completion; ``too_long`` counts. ``tools`` are schemas of an environment, for the chat
+    completion; ``noticed`` counts. ``tools`` are schemas of an environment, for the chat
     template, in place of a row's own. Raises ``DataError`` as ``load_rows`` does, and for a prompt
     that cannot be rendered, is empty, or, depending on the rule, is too long.
     """
@@ -203,9 +201,8 @@ def build_prompts(
         config,
         config.max_prompt_tokens,
         context_tokens,
-        too_long or TooLong(config.too_long),
         new_tokens,
-        noticed,
+        noticed or Noticed(TooLong(config.too_long)),
         first=first,
         tools=tools,
     )
@@ -218,7 +215,6 @@ def prompts_of_rows(
     chat: ChatConfig,
     max_prompt_tokens: int | None = None,
     context_tokens: int | None = None,
-    too_long: TooLong | None = None,
     new_tokens: int = 1,
     noticed: Noticed | None = None,
     continues: bool = True,
@@ -231,7 +227,8 @@ def prompts_of_rows(
     more than ``read_tokens`` only the first ones are read, for a caller that then leaves it out.
     Raises ``DataError`` as ``build_prompts`` does.
     """
-    too_long, noticed = too_long or TooLong(), noticed or Noticed()
+    noticed = noticed or Noticed()
+    too_long = noticed.too_long
     if chat.chat_template_kwargs and not is_templated(tokenizer, chat):
         why = "the tokenizer has no chat template" if chat.chat else "data.chat is false"
         raise DataError(f"data.chat_template_kwargs is set, but {why}; leave it out")
@@ -287,19 +284,7 @@ def _notice(
             noticed.note_keys(row.prompt, tokenizer)
 
 
-def drop_evaluated(
-    train: Sequence[Prompt], evaluated: Iterable[Sequence[Prompt]]
-) -> tuple[list[Prompt], int]:
-    """The prompts of ``train`` whose text is in no evaluation set, and the number dropped. Raises
-    ``DataError`` if none is left.
-    """
-    held_out = {prompt.text for prompts in evaluated for prompt in prompts}
-    kept = [prompt for prompt in train if prompt.text not in held_out]
-    check_any_left("train", kept, len(train) - len(kept))
-    return kept, len(train) - len(kept)
-
-
-def check_any_left(name: str, kept: Sized, dropped: int, too_long: TooLong | None = None) -> None:
+def check_any_left(name: str, kept: Sized, dropped: int, too_long: TooLong) -> None:
     """Raise ``DataError`` if nothing is left of a training set of which so many prompts were
     dropped because they are evaluated, and others perhaps because they are too long.
     """
@@ -309,8 +294,7 @@ def check_any_left(name: str, kept: Sized, dropped: int, too_long: TooLong | Non
         raise DataError(
             f"all {dropped} training prompts also stand in an evaluation set; use other rows"
         )
-    if too_long is not None:
-        replace(too_long, in_parts=False).check_left(name, kept)
+    replace(too_long, in_parts=False).check_left(name, kept)
     raise all_unlearnt(name)
 
 

@@ -8,11 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from isobit.config.data import ChatConfig
 from isobit.data.chat_template import check_variables, rendered
-from isobit.data.encoding import (
-    quoted,
-    quoted_values,
-    unmarked,
-)
+from isobit.data.encoding import quoted, quoted_values, unmarked
 from isobit.data.sources import Row
 from isobit.records.messages import (
     VARIABLES_COLUMN,

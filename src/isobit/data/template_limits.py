@@ -311,7 +311,6 @@ class Bounded(ImmutableSandboxedEnvironment):
 
 
 def _finalize(value: Any) -> Any:
-    """A value that is written."""
     return value if isinstance(value, str) else allowance().look(value)
 
 

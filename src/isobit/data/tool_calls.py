@@ -248,8 +248,6 @@ _BARE_CALL = re.compile(
     r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"function"\s*:\s*\{\s*)?'
     r'"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:parameters|arguments)"\s*:'
 )
-
-
 _ARGUMENTS = {"parameters", "arguments"}
 _KEYS = _ARGUMENTS | {"name", "type", "id"}
 """The keys of a call; an object with other keys is something else, such as the schema of a tool."""

@@ -31,8 +31,6 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of the model."""
-
     calls: Sequence[Call]
     text: str = ""
     """The text without the calls."""

@@ -43,11 +43,7 @@ _PATIENCE = 0.5
 _PAUSE_S = 0.2
 _OBJECTIONS = ("EXECUTION_ERROR", "VALIDATION_ERROR")
 """Errors behind which a session goes on."""
-_FAILURES = {
-    "CAPACITY_REACHED": "capacity",
-    "FACTORY_ERROR": "server",
-    "SESSION_ERROR": "server",
-}
+_FAILURES = {"CAPACITY_REACHED": "capacity", "FACTORY_ERROR": "server", "SESSION_ERROR": "server"}
 
 
 class LostEpisodeError(Exception):
@@ -307,8 +303,6 @@ def _opened(
 
 
 class OpenEnvEpisode:
-    """A session."""
-
     def __init__(self, start: HostStart, tools: Sequence[Mapping[str, Any]], is_mcp: bool) -> None:
         self._start, self._is_mcp, self._is_over = start, is_mcp, False
         self._tools = {tool["name"]: tool["parameters"] for tool in tools}

@@ -26,11 +26,7 @@ from isobit.rewards.sandbox import (
 
 _LONGEST = 200
 """Characters of an expression."""
-
-
 _LARGEST = 10**50
-
-
 _PROGRAM = """import sys, traceback
 try:
     exec(compile({code!r}, "<program>", "exec"), {{"__name__": "__main__"}})
@@ -39,12 +35,8 @@ except Exception as error:
     traceback.print_exception(own, file=sys.stdout)
     sys.exit(1)
 """
-
-
 _MOST_OUTPUT = 1 << 20
 """Bytes that a program may write."""
-
-
 _MOST_FOUND = 20
 """Documents of one search."""
 

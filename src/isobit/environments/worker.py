@@ -51,7 +51,7 @@ from isobit.environments.verifiers_classic import HostedVerifiers
 from isobit.rewards.grade import failure_of
 from isobit.rewards.messages import frame, read_frame, write_all
 from isobit.rewards.supervisor import descendants, leave_to_trainer, limit_memory, supervised
-from isobit.util.errors import ToolError
+from isobit.util.errors import ToolError, how_it_ended
 from isobit.util.strict_json import parsed_line
 
 _END_S = 0.3
@@ -298,10 +298,7 @@ class Host:
                 sleep(0.002)
                 pid, status = os.waitpid(episode.pid, os.WNOHANG)
             if pid:
-                code = os.waitstatus_to_exitcode(status)
-                with suppress(ValueError):
-                    return f"its process was killed by {signal.Signals(-code).name}"
-                return f"its process ended with exit code {code}"
+                return f"its process {how_it_ended(os.waitstatus_to_exitcode(status))}"
         return "its process closed the pipe of its answers"
 
     def _say(self, content: Mapping[str, Any]) -> None:

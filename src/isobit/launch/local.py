@@ -81,21 +81,17 @@ class RankProcess(Rank):
 
     @property
     def notes(self) -> Mapping[str, Any]:
-        """See ``Rank``."""
         return self._box.read()
 
     @property
     def failed_at(self) -> float:
-        """See ``Rank``."""
         return self.notes.get("at", self._seen_at)
 
     @property
     def code(self) -> int:
-        """See ``Rank``."""
         return self.death().code
 
     def is_running(self) -> bool:
-        """See ``Rank``."""
         if self.exit_code is None:
             now = time.monotonic()
             found, status, usage = os.wait4(self._process.pid, os.WNOHANG)
@@ -121,12 +117,10 @@ class RankProcess(Rank):
             pass  # no more for now
 
     def send(self, number: int) -> None:
-        """See ``Rank``."""
         if self.exit_code is None:
             os.kill(self._process.pid, number)
 
     def describe(self) -> str:
-        """See ``Rank``."""
         return self.death().describe()
 
     def death(self) -> RankFailure:
@@ -147,7 +141,6 @@ class RankProcess(Rank):
         )
 
     def close(self) -> None:
-        """See ``Rank``."""
         if self.is_running():
             self._process.send_signal(signal.SIGKILL)
             _, status = os.waitpid(self._process.pid, 0)
@@ -213,10 +206,10 @@ def path_of_modules() -> str:
     return os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
 
 
-def free_port() -> int:
+def free_port(host: str = "127.0.0.1") -> int:
     """One that nobody listens on now."""
     with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
+        one.bind((host, 0))
         return one.getsockname()[1]
 
 

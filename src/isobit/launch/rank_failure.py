@@ -2,12 +2,9 @@
 
 import signal
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from isobit.util.errors import how_it_ended
 from isobit.util.terminal import gib
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +35,12 @@ class RankFailure:
 
     def describe(self) -> str:
         """Several lines: who, how, in which phase, with how much memory, and its last words."""
-        how = f"ended with exit code {self.exit_code}"
-        if self.exit_code < 0:
-            how = f"was killed by {_name(-self.exit_code)}"
+        how = how_it_ended(self.exit_code)
         phase = f" in {self.phase}" if self.phase else ""
         fault = f" by {self.fault.splitlines()[0]}" if self.fault else ""
         held = f"; it held at most {gib(self.memory)} of main memory" if self.memory else ""
-        lines = [f"{self._who()} {how}{phase} after {self.seconds:.0f} s{fault}{held}"]
+        who = f"rank {self.rank} ({self.host}, process {self.process})"
+        lines = [f"{who} {how}{phase} after {self.seconds:.0f} s{fault}{held}"]
         if self.exit_code == -signal.SIGKILL:
             lines.append(
                 "  who kills so is often the kernel, for want of memory (`dmesg` says it), a "
@@ -58,13 +54,3 @@ class RankFailure:
         else:
             lines.append("  it printed nothing")
         return "\n".join(lines)
-
-    def _who(self) -> str:
-        return f"rank {self.rank} ({self.host}, process {self.process})"
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -11,13 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobit.parallel.launched import SAVES, STOPS
 from isobit.util.errors import Interrupted, IsobitError, MismatchError, PeerError
-
-if TYPE_CHECKING:
-    pass
 
 
 class RankError(IsobitError):
@@ -33,8 +30,6 @@ class RankError(IsobitError):
 
 KILL_S = 10.0
 """Seconds between asking a rank to end and killing it."""
-
-
 ORDERLY_S = 60.0
 """Seconds for the others to end by themselves, where a rank said why it ends: they may be writing.
 """

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from isobit.config.base import Device
-from isobit.launch.local import RankProcess, path_of_modules, wait_for_output
+from isobit.launch.local import RankProcess, free_port, path_of_modules, wait_for_output
 from isobit.launch.rank_failure import RankFailure
 from isobit.launch.ranks import Rank, Ranks
 from isobit.util.errors import ConfigError
@@ -141,7 +141,6 @@ class _Place:
         self._said: list[bytes] = []
 
     def site(self) -> _Site:
-        """The site of this actor."""
         ray = _ray()
         context = ray.get_runtime_context()
         return _Site(
@@ -154,9 +153,7 @@ class _Place:
 
     def free_port(self) -> int:
         """One that nobody listens on here now."""
-        with socket.socket() as one:
-            one.bind(("", 0))
-            return one.getsockname()[1]
+        return free_port("")
 
     def start(
         self, number: int, arguments: Sequence[str], environment: Mapping[str, str], directory: str
@@ -210,21 +207,18 @@ class _RemoteRank(Rank):
 
     @property
     def notes(self) -> Mapping[str, Any]:
-        """See ``Rank``."""
         return self._notes
 
     @property
     def failed_at(self) -> float:
-        """See ``Rank``."""
         return self._failed_at
 
     @property
     def code(self) -> int:
-        """See ``Rank``."""
         return 1 if self._death is None else self._death.code
 
     def is_running(self) -> bool:
-        """See ``Rank``; as of the last look."""
+        """Whether it ran at the last look."""
         return self.exit_code is None
 
     def send(self, number: int) -> None:
@@ -234,7 +228,6 @@ class _RemoteRank(Rank):
         self.signals.append(number)
 
     def describe(self) -> str:
-        """See ``Rank``."""
         if self._death is not None:
             return self._death.describe()
         return (
@@ -381,7 +374,6 @@ def environments_of(sites: Sequence[_Site], port: int, threads: int | None) -> l
 
 
 def _nodes() -> list[Mapping[str, float]]:
-    """What the nodes have that are alive."""
     return [node["Resources"] for node in _ray().nodes() if node["Alive"]]
 
 

@@ -28,8 +28,6 @@ from isobit.util.strict_json import parsed_line
 
 PAGE = 50
 """Completions of a page of results."""
-
-
 Order = Literal["newest", "oldest", "best", "worst", "longest", "shortest"]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from isobit.observe.completion_files import PAGE, Completions, Order, Query
 from isobit.observe.report.histogram import draw_histogram
+from isobit.observe.report.numbers import in_a_line
 from isobit.observe.report.templates import fill
 from isobit.observe.run_record import WatchedRun
 from isobit.records.rounding import are_level
@@ -197,7 +198,8 @@ def pairs_of(runs: Sequence[WatchedRun], values: Values) -> dict[str, Any]:
     answers = [{} if step is None else _answers(side, step, str(source)) for side in sides]
     both = [prompt for prompt in answers[0] if prompt in answers[1]]
     both = [prompt for prompt in both if not any(math.isnan(side[prompt][0]) for side in answers)]
-    gaps = [_gap(*(side[prompt][0] for side in answers)) for prompt in both]
+    means = [[side[prompt][0] for side in answers] for prompt in both]
+    gaps = [0.0 if are_level(pair) else pair[1] - pair[0] for pair in means]
     return {
         "common": [{"step": step, "source": source} for step, source in common[-1000:]],
         "step": step,
@@ -225,8 +227,7 @@ def pairs_of(runs: Sequence[WatchedRun], values: Values) -> dict[str, Any]:
 
 
 def _cut(text: Any) -> str:
-    shown = " ".join(str("" if text is None else text)[: 4 * SHORT].split())
-    return shown if len(shown) <= SHORT else f"{shown[:SHORT]}\N{HORIZONTAL ELLIPSIS}"
+    return in_a_line(str("" if text is None else text)[: 4 * SHORT], SHORT)
 
 
 def _row(place: int, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,10 +283,6 @@ def _group(completions: Completions, place: int) -> list[dict[str, Any]]:
     while last + 1 < len(index) and index.key(last + 1) == key and last - place < MOST_OF_GROUP:
         last += 1
     return [{"place": other, "reward": index.reward(other)} for other in range(first, last + 1)]
-
-
-def _gap(first: float, second: float) -> float:
-    return 0.0 if are_level((first, second)) else second - first
 
 
 def _answers(completions: Completions, step: int, source: str) -> dict[str, tuple[float, int]]:

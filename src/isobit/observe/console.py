@@ -63,14 +63,11 @@ def fit(parts: Sequence[Part], width: int | None) -> list[Part]:
     found = list(parts)
     cuts = sorted((cut, place) for place, part in enumerate(parts) for cut in part.shorter)
     for (_, text), place in cuts:
-        if width is None or _length(found) <= width:
+        line = GAP.join(part.text for part in found if part.text)
+        if width is None or len(line) <= width:
             break
         found[place] = Part(text, parts[place].style)
     return [part for part in found if part.text]
-
-
-def _length(parts: Sequence[Part]) -> int:
-    return len(GAP.join(part.text for part in parts if part.text))
 
 
 def metric_parts(metrics: Metrics, kind: Kind, exact: bool = False) -> dict[str, Part]:
@@ -251,7 +248,6 @@ def silent() -> Console:
 
 
 def describe_policy(name: str, policy: Policy) -> str:
-    """A policy in one line."""
     layers, trained = policy.config.num_layers, sum(map(prod, policy.shapes.values()))
     parameters = parameter_count(policy.config) if policy.config.lora is not None else trained
     line = f"model {name}: {policy.config.family}, {parameters:,} parameters, {layers} layers"
@@ -326,6 +322,20 @@ def wrapped(text: str, width: int) -> str:
         break_on_hyphens=False,
     )
     return "\n".join(" " * indent + line for line in lines)
+
+
+def columns(rows: Sequence[Sequence[str]], gap: str = GAP) -> list[str]:
+    """Rows of one length as lines of columns, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        gap.join(
+            [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def printable(text: str) -> str:

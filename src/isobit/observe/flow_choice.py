@@ -14,6 +14,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from isobit.config.precision import PrecisionConfig
+from isobit.observe.console import columns
 from isobit.observe.evaluation import EvalResult
 from isobit.observe.intervals import Z_95, Interval
 from isobit.precision.flow import PrecisionFlow
@@ -414,14 +415,6 @@ def _cost_cells(found: Comparison, one: FlowFigures) -> _Cells:
 
 
 def _table(rows: Sequence[_Cells]) -> list[str]:
-    """Columns by name, the first to the left and the others to the right."""
+    """Columns by name."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    table = [names, *([row.get(name, "-") for name in names] for row in rows)]
-    widths = [max(len(row[place]) for row in table) for place in range(len(names))]
-    return [
-        "  ".join(
-            text.rjust(width) if place else text.ljust(width)
-            for place, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    ]
+    return columns([names, *([row.get(name, "-") for name in names] for row in rows)])

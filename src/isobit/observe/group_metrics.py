@@ -14,6 +14,11 @@ from isobit.records.rounding import are_level
 from isobit.records.text import CUT, Completion, Group
 
 
+def group_metrics(groups: Sequence[Group]) -> Metrics:
+    """The metrics of the groups of a step."""
+    return {**reward_metrics(groups), **length_metrics(groups), **episode_metrics(groups)}
+
+
 def reward_metrics(groups: Sequence[Group]) -> Metrics:
     """Mean and standard deviation of the rewards that did not fail, and of each part by name, with
     the number of completions that it graded; without a mean where there is none.

@@ -202,8 +202,6 @@ OnMatrix = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class FormatFigures:
-    """The tensors of one format."""
-
     format: str
     tensors: int
     numbers: int
@@ -281,11 +279,7 @@ class Inspection:
             "files": self.files,
             "bytes": self.num_bytes,
             "formats": [asdict(found) for found in self.formats],
-            "flow": {
-                "precision": self.flow,
-                "stored": self.stored,
-                "format": self.format,
-            },
+            "flow": {"precision": self.flow, "stored": self.stored, "format": self.format},
             "matrices": [
                 {"name": one.name, "shape": list(one.shape), **one.figures.as_json()}
                 for one in self.matrices

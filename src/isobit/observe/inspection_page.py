@@ -9,6 +9,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from isobit.memory.speed import describe_step
+from isobit.observe.console import columns
 from isobit.observe.inspection import HIGH_CREST, GpuFigures, Inspection
 from isobit.observe.report.chart import Chart, Panel, draw
 from isobit.observe.report.headline import Tile
@@ -235,13 +236,8 @@ def _wrapped(line: str) -> list[str]:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> list[str]:
-    """Columns as wide as their cells; all but the first are aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = []
-    for row in (header, *rows):
-        cells = [f"{row[0]:<{widths[0]}}"]
-        cells += [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  " + "   ".join(cells).rstrip())
+    """Indented columns, and a title behind their names."""
+    lines = [f"  {line}" for line in columns([header, *rows], gap="   ")]
     return [lines[0] + (f"   {title}" if title else ""), *lines[1:]]
 
 

@@ -24,12 +24,11 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Self
 from uuid import uuid4
 
@@ -71,12 +70,7 @@ class MetricsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._lines.close()
         if self._events is not None:
             self._events.close()
@@ -207,19 +201,19 @@ def _open_events(folder: Path, say: Callable[[str], None]) -> Events | None:
         return None
 
 
-def check_package(tracking: TrackingConfig) -> None:
+def check_packages(services: Iterable[TrackerName]) -> None:
     """Raise ConfigError for a service whose package is missing; contacts none."""
-    for name in tracking.services():
+    for name in services:
         if name in TRACKERS:
             _package(name)
 
 
-def check_tracking(tracking: TrackingConfig) -> None:
+def check_services(services: Collection[TrackerName]) -> None:
     """Raise ConfigError, before anything is loaded or written, for a service whose package or login
     is missing.  On a terminal wandb asks for the key; with WANDB_MODE=offline it needs none.
     """
-    check_package(tracking)
-    if "wandb" in tracking.services():
+    check_packages(services)
+    if "wandb" in services:
         try:
             _package("wandb").login()
         except Exception as error:  # its own classes of error differ from version to version

@@ -69,11 +69,7 @@ def model_card(facts: CardFacts) -> str:
     if record is not None and facts.step is not None:
         record = replace(record, figures=record.figures.between(-math.inf, facts.step))
         facts = replace(facts, record=record)
-    sections = [
-        f"---\n{_front_matter(facts)}\n---",
-        f"# {_plain(facts.name)}",
-        _opening(facts),
-    ]
+    sections = [f"---\n{_front_matter(facts)}\n---", f"# {_plain(facts.name)}", _opening(facts)]
     if record is not None:
         sections += ["## Training", _table(("", ""), _settings(record))]
         sections += [*_evaluations(record), *_exactness(record)]

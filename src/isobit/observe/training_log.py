@@ -16,7 +16,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
 from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -127,13 +126,8 @@ class TrainingLog(ABC, Generic[Result]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._files.__exit__(kind, error, traceback)
+    def __exit__(self, *raised: Any) -> None:
+        self._files.__exit__(*raised)
 
     def evaluation(
         self, step: int, evaluation: Mapping[str, tuple[Result, Sequence[Group]]]

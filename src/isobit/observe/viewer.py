@@ -41,13 +41,10 @@ from isobit.observe.report.comparison import (
     compare_sections,
     describe_comparison,
 )
-from isobit.observe.report.flow_view import view_flow
 from isobit.observe.report.headline import reason_of, state_of, tiles_of
-from isobit.observe.report.notices import notices
 from isobit.observe.report.numbers import number_text
-from isobit.observe.report.panels import build_sections
+from isobit.observe.report.page import describe_run
 from isobit.observe.report.series import Axis, View
-from isobit.observe.report.settings import view_environment, view_settings
 from isobit.observe.report.templates import fill
 from isobit.observe.run_list import find_runs
 from isobit.observe.run_record import RunRecord, WatchedRun, record_of
@@ -71,6 +68,9 @@ MOST_LISTED = 500
 """Runs of the list, the latest first."""
 MOST_SMOOTHED = 10_000
 """Points that are smoothed over."""
+
+Answer = dict[str, Any]
+Answering = Callable[[QueryParams], Answer]
 
 
 class Guard:
@@ -111,13 +111,13 @@ class Viewer:
 
     def app(self, token: str, port: int) -> ASGIApp:
         """The application for a port, below ``/TOKEN/``."""
-        answers: dict[str, Callable[[QueryParams], dict[str, Any]]] = {
+        answers: dict[str, Answering] = {
             "runs": self.runs,
             "run": self.run,
             "compare": self.compare,
-            "completions": self.completions,
-            "completion": self.completion,
-            "rewards": self.rewards,
+            "completions": self._of_one(page_of_completions),
+            "completion": self._of_one(one_completion),
+            "rewards": self._of_one(rewards_of_step),
             "pairs": self.pairs,
         }
         routes = [Route("/", self._shell)]
@@ -133,9 +133,7 @@ class Viewer:
     def _shell(self, request: Request) -> Response:
         return HTMLResponse(fill("viewer.html", part="shell"), headers=HEADERS)
 
-    def _answering(
-        self, answer: Callable[[QueryParams], dict[str, Any]]
-    ) -> Callable[[Request], Response]:
+    def _answering(self, answer: Answering) -> Callable[[Request], Response]:
         """A route whose answers are made one after the other."""
 
         def respond(request: Request) -> Response:
@@ -144,7 +142,7 @@ class Viewer:
 
         return respond
 
-    def runs(self, asked: QueryParams) -> dict[str, Any]:
+    def runs(self, asked: QueryParams) -> Answer:
         """The list of runs, the one that began last first."""
         self._runs = find_runs(self._roots)
         rows = [_row(name, path) for name, path in self._runs.items()]
@@ -166,28 +164,14 @@ class Viewer:
             self._open.popitem(last=False)
         return run
 
-    def run(self, asked: QueryParams) -> dict[str, Any]:
-        """The page of a run."""
-
+    def run(self, asked: QueryParams) -> Answer:
         def page(records: Sequence[RunRecord], view: View) -> str:
             (record,) = records
-            changed, unchanged = view_settings(record.setting("config"))
-            return fill(
-                "viewer.html",
-                part="run",
-                stopped=reason_of(record),
-                notices=list(notices(record)),
-                tiles=tiles_of(record),
-                sections=build_sections(record, view),
-                flow=view_flow(record),
-                changed=changed,
-                unchanged=unchanged,
-                environment=view_environment(record.manifest),
-            )
+            return fill("viewer.html", part="run", **describe_run(record, view))
 
         return self._growing(asked, [asked.get("run", "")], page)
 
-    def compare(self, asked: QueryParams) -> dict[str, Any]:
+    def compare(self, asked: QueryParams) -> Answer:
         """Two to seven runs side by side."""
         names, how = asked.getlist("run"), asked.get("how") or "overlay"
         if not 2 <= len(names) <= MOST_RUNS or len(set(names)) < len(names):
@@ -235,19 +219,11 @@ class Viewer:
             "html": page(records, _view(asked)),
         }
 
-    def completions(self, asked: QueryParams) -> dict[str, Any]:
-        """A page of a run's completions that fit the filters."""
-        return page_of_completions(self._run(asked.get("run", "")), asked)
+    def _of_one(self, answer: Callable[[WatchedRun, QueryParams], Answer]) -> Answering:
+        """What answers with a run that is named."""
+        return lambda asked: answer(self._run(asked.get("run", "")), asked)
 
-    def completion(self, asked: QueryParams) -> dict[str, Any]:
-        """Everything about one completion."""
-        return one_completion(self._run(asked.get("run", "")), asked)
-
-    def rewards(self, asked: QueryParams) -> dict[str, Any]:
-        """A histogram of a step's rewards."""
-        return rewards_of_step(self._run(asked.get("run", "")), asked)
-
-    def pairs(self, asked: QueryParams) -> dict[str, Any]:
+    def pairs(self, asked: QueryParams) -> Answer:
         """Two runs prompt by prompt."""
         names = asked.getlist("run")
         if len(names) != 2:

@@ -11,18 +11,10 @@ from typing import Any
 
 MOST_KINDS = 32
 """Kinds that are distinguished; the rarest are added up as ``OTHER_KINDS``."""
-
-
 LONGEST_KIND = 60
 """Characters."""
-
-
 MOST = 10**9
-
-
 OTHER_KINDS = "other kinds"
-
-
 _COUNTS: Counter[str] = Counter()
 
 

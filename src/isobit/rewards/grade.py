@@ -16,8 +16,6 @@ from isobit.util.option_secrets import hidden
 
 LARGEST = 1e18
 """The largest reward: sums of squares of such numbers are still finite in FP32."""
-
-
 NO_REWARD = "no reward"
 """The kind of a reward that does not apply to a completion."""
 

@@ -21,7 +21,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from types import TracebackType
 from typing import Self, TypeAlias
 
 from isobit.config.reward import WHOLE, RewardConfig
@@ -65,8 +64,6 @@ def _outcome(reward: RewardFunction, prompt: Prompt, completion: Completion) -> 
 
 
 FIRST = 8
-
-
 KIND = "another reward for the same completion"
 
 
@@ -128,12 +125,7 @@ class Graders:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -20,8 +20,6 @@ from isobit.util.option_secrets import from_environment
 from isobit.util.user_code import describe_missing, run_file
 
 RewardFunction: TypeAlias = Callable[[Prompt, Completion], float | None]
-
-
 _NO_MEMORY = ("annot allocate memory", "failed to map segment")
 """Parts of the system's and the dynamic loader's messages."""
 

@@ -15,8 +15,6 @@ from typing import Any
 
 LINE_LIMIT = 4096
 """PIPE_BUF of Linux."""
-
-
 _LENGTH = struct.Struct(">Q")
 
 

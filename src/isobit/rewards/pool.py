@@ -37,7 +37,7 @@ from isobit.rewards.messages import LINE_LIMIT, frame
 from isobit.rewards.python_rewards import PREFIX, packed_reward
 from isobit.rewards.signatures import Mode
 from isobit.rewards.worker import GraderStart
-from isobit.util.errors import RewardError
+from isobit.util.errors import RewardError, how_it_ended
 from isobit.util.strict_json import parsed_line
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -146,13 +146,7 @@ class GraderProcess:
 
 def _exit_text(code: int, output: Any) -> str:
     """``its process was killed by SIGSEGV; the last it printed was ..``"""
-    if code < 0:
-        try:
-            text = f"its process was killed by {signal.Signals(-code).name}"
-        except ValueError:
-            text = f"its process was killed by signal {-code}"
-    else:
-        text = f"its process ended with exit code {code}"
+    text = f"its process {how_it_ended(code)}"
     printed = " ".join(str(output or "").split())
     fault = printed.find("Fatal Python error")  # the frames below it are in the order of blame
     last = printed[fault : fault + 500] if fault >= 0 else printed[-500:]

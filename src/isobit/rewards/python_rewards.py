@@ -18,8 +18,6 @@ from isobit.rewards.behaviour_digest import digest_of
 from isobit.util.errors import RewardError
 
 PREFIX = "python:"
-
-
 _DIGITS = 16
 
 

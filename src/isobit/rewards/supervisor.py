@@ -34,15 +34,9 @@ from isobit.rewards.messages import line, write_all
 
 TAIL = 1500
 """Bytes of the output that are kept."""
-
-
 _SET_PARENT_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36
-
-
 _GLANCE_S = 1.0
 """Seconds between checks whether the trainer is still its parent."""
-
-
 _END_S = 2.0
 """Seconds for killing processes that keep starting new ones."""
 

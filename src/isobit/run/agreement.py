@@ -2,13 +2,14 @@
 versions, or another kind of machine.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from isobit.config.recipes import Recipe
 from isobit.parallel.world import World, raised_on_all
+from isobit.store.compatible import flat
 from isobit.store.manifest import environment
 from isobit.util.errors import ConfigError
 
@@ -54,22 +55,12 @@ def check_alike(every: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def _first_difference(
-    every: Sequence[Mapping[str, Any]],
-) -> tuple[int, str, Any, Any] | None:
+def _first_difference(every: Sequence[Mapping[str, Any]]) -> tuple[int, str, Any, Any] | None:
     """Rank, key, its value there, and on rank 0."""
-    firsts = dict(_flat(every[0]))
+    firsts = flat(every[0])
     for rank, one in enumerate(every):
-        values = dict(_flat(one))
+        values = flat(one)
         for key in sorted(firsts.keys() | values.keys()):
             if values.get(key) != firsts.get(key):
                 return rank, key, values.get(key), firsts.get(key)
     return None
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

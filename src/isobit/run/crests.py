@@ -13,11 +13,7 @@ import torch
 from isobit.kernels.operands import observing
 from isobit.models.decoder import LM_HEAD, Scorable
 from isobit.models.scorer import Scorer
-from isobit.observe.flow_choice import (
-    CREST,
-    Crest,
-    describe_crests,
-)
+from isobit.observe.flow_choice import CREST, Crest, describe_crests
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import Int8Rows
 from isobit.records.batch import PackedBatch

@@ -42,8 +42,6 @@ _TOKENIZER = (
     "merges.txt",
     "chat_template*",
 )
-
-
 _ABSENT = "absent"
 
 

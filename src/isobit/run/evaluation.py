@@ -10,19 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from isobit.config.rollout import RolloutConfig
-from isobit.config.tables import EvaluationConfig
-from isobit.models.folder import DescribedModel, SamplingModel
 from isobit.observe.evaluation import EvalResult, result_of
 from isobit.parallel.world import ALONE, World
-from isobit.records.text import Group, Prompt
+from isobit.records.text import Group
 from isobit.rewards.grading import Grading
 from isobit.rollout.engine import RolloutEngine
 from isobit.rollout.engine_stats import Progress
 from isobit.rollout.requests import Request
 from isobit.rollout.shared import generate_shared
 from isobit.run.acting import Generate
-from isobit.run.data import evaluation_limit
 
 OnProgress = Callable[[Progress], None]
 """Called after every forward of the engine."""
@@ -64,24 +60,3 @@ class Evaluator:
         ]
         grades = grading(groups)
         return result_of(groups, requests[0].samples, grades.all_counts()), groups
-
-
-def evaluation_requests(
-    sets: Mapping[str, Sequence[Prompt]],
-    evaluation: EvaluationConfig,
-    rollout: RolloutConfig,
-    model: SamplingModel | DescribedModel,
-) -> dict[str, list[Request]]:
-    """What an engine is asked for on each set, by name: ``rollout`` with what ``evaluation`` says
-    otherwise.
-    """
-    changed = {
-        "temperature": evaluation.temperature,
-        "max_new_tokens": evaluation_limit(evaluation, rollout),
-        "top_p": rollout.top_p if evaluation.top_p is None else evaluation.top_p,
-    }
-    sampling = model.sampling(rollout.model_copy(update=changed))
-    return {
-        name: [Request(prompt, 0, evaluation.samples, sampling) for prompt in prompts]
-        for name, prompts in sets.items()
-    }

@@ -24,16 +24,8 @@ from isobit.kernels.backend import support
 from isobit.memory.activations import FrozenModel
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import decoder_shape
-from isobit.models.folder import (
-    DescribedModel,
-    base_folder,
-    describe_model,
-    model_folder,
-)
-from isobit.models.frozen import (
-    FrozenPolicy,
-    frozen_config,
-)
+from isobit.models.folder import DescribedModel, base_folder, describe_model, model_folder
+from isobit.models.frozen import FrozenPolicy, frozen_config
 from isobit.models.policy import Policy
 from isobit.models.teacher import Teacher
 from isobit.precision.flow import build_flow

@@ -26,12 +26,7 @@ from isobit.observe.console import (
     time_left,
 )
 from isobit.observe.evaluation import EvalResult
-from isobit.observe.group_metrics import (
-    describe_hidden,
-    episode_metrics,
-    length_metrics,
-    reward_metrics,
-)
+from isobit.observe.group_metrics import describe_hidden, group_metrics
 from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.parallel.world import raised_on_all
 from isobit.records.metrics import METRICS, Metrics, listed
@@ -288,9 +283,7 @@ class RlLog(TrainingLog[EvalResult]):
         groups, grades = collected.groups, collected.grades
         metrics = listed(
             {
-                **reward_metrics(groups),
-                **length_metrics(groups),
-                **episode_metrics(groups),
+                **group_metrics(groups),
                 "reward/failed": grades.failed,
                 "reward/counted": sum(grades.counts.values()),
                 **self._optional_figures(collected, engine),
@@ -361,9 +354,7 @@ class RlLog(TrainingLog[EvalResult]):
         fresh = sequences_learnt_from(estimated[: len(collected.groups)])
         learnt = sum(one.response_length for one in fresh)
         figures = {
-            **reward_metrics(collected.groups),
-            **length_metrics(collected.groups),
-            **episode_metrics(collected.groups),
+            **group_metrics(collected.groups),
             **findings.comparison.metrics(learnt),
             **findings.mismatch,
         }

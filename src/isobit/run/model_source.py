@@ -132,10 +132,7 @@ def _is_made(shape: ModelShape | None, objective: Objective) -> bool:
 
 
 def _made_config(
-    folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    shape: ModelShape | None,
-    objective: Objective,
+    folder: Path, tokenizer: PreTrainedTokenizerBase, shape: ModelShape | None, objective: Objective
 ) -> ModelConfig:
     """A decoder of ``shape``, or the folder's, with a head for scores where those are learnt."""
     if shape is None:

@@ -26,11 +26,7 @@ from typing import Any
 
 import torch
 
-from isobit.config.recipes import RunConfig
-from isobit.parallel.world import (
-    decode,
-    encode,
-)
+from isobit.parallel.world import decode, encode
 from isobit.records.metrics import Metrics
 from isobit.records.text import Group, Prompt
 from isobit.records.wire import groups_of, groups_value
@@ -75,20 +71,17 @@ class GradedBatch:
 
 COMPARED = 16
 """Completions of a batch that are compared, or all where it has no more."""
-
-
 TOKEN_BYTES, COMPLETION_BYTES = 48, 1024
 """Upper bounds of what waits: a token with its log-probability, version, experts, reward and text;
 and what a completion has whatever its length.
 """
 
 
-def pending_bytes(config: RunConfig) -> int:
-    """The most that a checkpoint holds of the batches that wait."""
-    training, lag = config.training, config.asynchrony.lag
-    tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    completions = training.prompts_per_step * training.samples_per_prompt
-    return lag * completions * (tokens * TOKEN_BYTES + COMPLETION_BYTES)
+def pending_bytes(completions: int, tokens: int) -> int:
+    """The most that a checkpoint holds of so many completions that wait, each with its prompt of at
+    most so many ``tokens``.
+    """
+    return completions * (tokens * TOKEN_BYTES + COMPLETION_BYTES)
 
 
 class Pending:
@@ -169,7 +162,6 @@ class Pending:
         )
 
     def batch_of(self, value: Mapping[str, Any]) -> GradedBatch:
-        """The batch of ``batch_value``."""
         return GradedBatch(
             groups_of(value["groups"], self._prompt),
             GradeStats(**value["grades"]),

@@ -19,17 +19,13 @@ from isobit.kernels.backend import backend_of, support
 from isobit.memory.activations import FrozenModel
 from isobit.memory.device import MOMENTS, Card, DevicePlan, DevicePlanner
 from isobit.models.decoder import checkpoint_shapes, decoder_shape
-from isobit.models.folder import (
-    DescribedModel,
-    choose_device,
-)
+from isobit.models.folder import DescribedModel, choose_device
 from isobit.models.saving import quantised_sites, whole_blocks
 from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.rollout.requests import Request
-from isobit.run.data import RlData
+from isobit.run.data import RlData, SftData
 from isobit.run.digests import digests
 from isobit.run.model_source import ModelSource
-from isobit.run.sft_data import SftData
 from isobit.store.compatible import ALL_TOKENS
 from isobit.training.optimiser import advise_smaller_moments
 from isobit.util.errors import ConfigError, DataError

@@ -9,20 +9,21 @@ All of it is there before anything compares or records the recipe.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 from isobit.config.base import MAX_STEPS
+from isobit.config.data import ChatConfig
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.tables import ON_MISMATCH
+from isobit.data.chat_template import reads_clock
 from isobit.models.config import ModelConfig
 from isobit.parallel.world import ALONE, World, broadcast
-from isobit.run.date import AnyRecipe, date_of, with_date_of
 from isobit.run.model_source import ModelSource, describe_source
 from isobit.run.plan import AnyPlan
 from isobit.run.reward_models import reward_model_folders
@@ -30,6 +31,9 @@ from isobit.store.checkpoint import MANIFEST, folders_by_step
 from isobit.store.directory import RunDirectory
 from isobit.util.errors import ConfigError
 from isobit.util.plain_files import read_plain
+
+Chat = TypeVar("Chat", bound=ChatConfig)
+AnyRecipe = TypeVar("AnyRecipe", bound=RunConfig | SftConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,44 @@ def dated(
     return replace(recipe, config=with_date_of(config, folder, folders, world, known))
 
 
+def with_date_of(
+    config: AnyRecipe,
+    model: Path,
+    reward_models: Iterable[Path],
+    world: World = ALONE,
+    known: Callable[[], datetime | None] = lambda: None,
+) -> AnyRecipe:
+    """A recipe with one date for the templates of the folders of its model and its reward models,
+    as ``with_date`` chooses it.
+    """
+    folders = [*([model] if config.data.chat else []), *reward_models]
+    data = with_date(config.data, folders, world, known)
+    return config if data is config.data else config.model_copy(update={"data": data})
+
+
+def with_date(
+    chat: Chat,
+    folders: Sequence[Path],
+    world: World = ALONE,
+    known: Callable[[], datetime | None] = lambda: None,
+) -> Chat:
+    """Settings of chat templates with a date, the same on all ranks: where none is set and a
+    template of the model ``folders`` reads the clock, the date that is ``known``, or the time now.
+    """
+
+    def date() -> str | None:
+        reads = any(map(reads_clock, folders))
+        return (known() or now()).isoformat() if reads else None
+
+    if chat.date is not None or (text := broadcast(world, date)) is None:
+        return chat
+    return chat.model_copy(update={"date": datetime.fromisoformat(text)})
+
+
+def now() -> datetime:
+    return datetime.now().replace(microsecond=0)
+
+
 def with_check_of_run(
     config: RunConfig,
     resume: bool,
@@ -96,7 +138,7 @@ def with_check_of_run(
 def _saved_date(directory: RunDirectory) -> datetime | None:
     saved = _saved(directory, "data", "date")
     with suppress(ValueError, TypeError):
-        return date_of(saved)
+        return datetime.fromisoformat(saved)
     return None
 
 

@@ -27,14 +27,8 @@ from isobit.config.reward import RewardConfig
 from isobit.data.examples import conversation_ids, row_of, whole_answer
 from isobit.memory.activations import FrozenModel
 from isobit.models.decoder import decoder_shape
-from isobit.models.folder import (
-    model_folder,
-    read_reward_config,
-)
-from isobit.models.frozen import (
-    RewardModel,
-    load_reward_model,
-)
+from isobit.models.folder import model_folder, read_reward_config
+from isobit.models.frozen import RewardModel, load_reward_model
 from isobit.precision.flow import build_flow
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.grading import ModelScores

@@ -23,11 +23,9 @@ from isobit.models.adapter_delivery import filled
 from isobit.models.config import ModelConfig
 from isobit.models.function import is_one_function
 from isobit.models.kv_calibration import calibrate_kv_scales
-from isobit.observe.console import describe_policy
 from isobit.observe.evaluation import EvalResult
-from isobit.observe.metrics import check_package, check_tracking
+from isobit.observe.metrics import check_packages, check_services
 from isobit.parallel.world import ALONE, World
-from isobit.precision.flow import describe_flow
 from isobit.proof.redraw import redraw_some
 from isobit.records.packing import pack
 from isobit.records.text import Completion, SamplingParams
@@ -36,8 +34,8 @@ from isobit.rollout.episodes import Episodes
 from isobit.rollout.requests import Request
 from isobit.rollout.shared import generate_shared
 from isobit.run.acting import Generate
-from isobit.run.data import RlData, load_prompts
-from isobit.run.evaluation import Evaluation, OnProgress, evaluation_requests
+from isobit.run.data import RlData, evaluation_requests, load_prompts
+from isobit.run.evaluation import Evaluation, OnProgress
 from isobit.run.frozen_models import (
     checkpoint_bytes,
     describe_reference,
@@ -107,7 +105,7 @@ class RlRun(Run[RunConfig, RlData]):
         if rollouters is not None:
             self.engine.release()  # it is asked for nothing
         self.reference = load_reference(config, policy, self.model.folder) if learns else None
-        self.pending = Pending(config.asynchrony.lag, config.training.steps, plan.data.by_id)
+        self.pending = Pending(config.asynchrony.lag, config.training.steps, plan.data.train)
         self.replay: ReplayBuffer | None = None
         if config.replay.fraction > 0:
             self.replay = ReplayBuffer(config.replay, config.seed)
@@ -166,23 +164,12 @@ class RlRun(Run[RunConfig, RlData]):
         self.recorded = replace(self.recorded, grading=self.grading, answers=answers)
         self._episodes = self._with_answers(answers)
 
-    def describe(self) -> list[str]:
-        """The first lines: the model, the data, the flow, the plan of the memory."""
-        policy = self.model.policy
-        return [
-            describe_policy(self.config.model, policy),
-            self.data.describe(self.config.training.prompts_per_step),
-            *describe_text(self.config, policy.config, self.model.tokenizer, self.sampling),
-            *([] if self.data.tools is None else [self.data.tools.describe()]),
-            *self.data.notes,
-            *self.describe_teacher(),
-            *(f"  {line}" for line in describe_flow(policy.flow)),
-            *self._describe_engine(),
-            *self.turns.describe(),
-        ]
+    def describe_sampling(self) -> list[str]:
+        shape = self.model.policy.config
+        text = describe_text(self.config, shape, self.model.tokenizer, self.sampling)
+        return text if self.data.tools is None else [*text, self.data.tools.describe()]
 
-    def _describe_engine(self) -> list[str]:
-        """Lines on the engine, where it is another one than ours."""
+    def describe_engine(self) -> list[str]:
         if self.config.rollout.engine == "http":
             names = ", ".join(self.config.rollout.servers)
             return [f"servers sample, by the trainer's own function: {names}"]
@@ -363,7 +350,7 @@ def prepare_rl(
     """Load and check a run, on each rank of a world.  Raises an ``IsobitError`` that names what
     cannot be used; writes nothing.
     """
-    check_tracking(recipe.config.tracking)
+    check_services(recipe.config.tracking.services())
     return RlRun(read_rl(recipe), world, rollouters, around, learns)
 
 
@@ -372,7 +359,7 @@ def read_rl(recipe: ResolvedRecipe[RunConfig]) -> RlPlan:
     ``IsobitError`` for what cannot be used.
     """
     config, weights = recipe.config, recipe.with_weights
-    check_package(config.tracking)
+    check_packages(config.tracking.services())
     check_run(config)
     algorithm = build_algorithm(config.algorithm, config.rollout.max_new_tokens)
     if config.teacher is not None and config.teacher.kl != "sampled":
@@ -402,7 +389,7 @@ def read_rl(recipe: ResolvedRecipe[RunConfig]) -> RlPlan:
         updates=training.steps * updates,
         longest=longest,
         learning=(
-            data.describe(training.prompts_per_step),
+            data.describe(training),
             *data.notes,
             f"steps: {training.steps} of "
             f"{training.prompts_per_step * training.samples_per_prompt} samples, {updates} updates "
@@ -454,7 +441,10 @@ _STOPS = (
 def extra_bytes(config: RunConfig, model: ModelConfig) -> int:
     """The most that a checkpoint holds beside policy and optimiser."""
     replay = config.replay.max_mib * (1 << 20) if config.replay.fraction > 0 else 0
-    return checkpoint_bytes(config, model) + int(replay) + pending_bytes(config)
+    training, lag = config.training, config.asynchrony.lag
+    waiting = lag * training.prompts_per_step * training.samples_per_prompt
+    tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return checkpoint_bytes(config, model) + int(replay) + pending_bytes(waiting, tokens)
 
 
 def _head_rate(config: RunConfig) -> float:

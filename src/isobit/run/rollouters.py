@@ -38,12 +38,7 @@ import torch
 from isobit.config.recipes import RunConfig
 from isobit.models.policy import Policy
 from isobit.observe.evaluation import EvalResult, result_of
-from isobit.parallel.world import (
-    World,
-    broadcast_from,
-    is_raised_on_all,
-    run_and_gather,
-)
+from isobit.parallel.world import World, broadcast_from, is_raised_on_all, run_and_gather
 from isobit.records.text import Completion, Group
 from isobit.records.wire import completions_of, groups_of
 from isobit.rewards.tally import GradeStats

@@ -6,22 +6,23 @@ what the recipe says.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Self
 
 import torch
 
-from isobit.config.recipes import Recipe
+from isobit.config.recipes import Recipe, SftConfig
 from isobit.data.sampler import PromptSampler
 from isobit.data.spool import Mapped
 from isobit.environments.pool import Environments
 from isobit.kernels.backend import support
 from isobit.memory.device import DevicePlan
 from isobit.memory.sharing import DeviceSharing, MemorySharing, allocate_in_pages
-from isobit.observe.console import Console, silent
+from isobit.observe.console import Console, describe_policy, silent
 from isobit.parallel.gradient_sum import Slots
 from isobit.parallel.world import ALONE, World, run_on_all
+from isobit.precision.flow import describe_flow
 from isobit.rewards.grading import Graders, ModelScores
 from isobit.rollout.engine import RolloutEngine
 from isobit.rollout.requests import Handle
@@ -94,7 +95,7 @@ class Run(ABC, Generic[Config, Data]):
         """
         config, rollout = plan.config, plan.config.rollout
         around = around or Surroundings.none(world)
-        run_on_all(world, lambda: check_hook(config.checkpoint) if world.rank == 0 else None)
+        run_on_all(world, lambda: None if world.rank else check_hook(config.checkpoint.on_save))
         self.config = config
         self.data = plan.data
         self.world = world
@@ -169,12 +170,16 @@ class Run(ABC, Generic[Config, Data]):
     # What each kind of training says of itself.
 
     @abstractmethod
-    def describe(self) -> Sequence[str]:
-        """The first lines: the model, the data, the flow, the plan of the memory."""
-
-    @abstractmethod
     def evaluate(self, progress: OnProgress, grading: RecordedGrading) -> Evaluation[Any]:
         """Every evaluation set under the current policy."""
+
+    def describe_sampling(self) -> list[str]:
+        """Lines on what is sampled, and with which tools."""
+        return []
+
+    def describe_engine(self) -> list[str]:
+        """Lines on the engine, where it is another one than ours."""
+        return []
 
     def generation(self, plan: Plan[Config, Data]) -> Generate | None:
         """What completes the problems of an evaluation; None for the engine alone."""
@@ -204,6 +209,21 @@ class Run(ABC, Generic[Config, Data]):
         """The engine, which samples by the policy."""
         assert self._engine is not None, "nothing is generated"
         return self._engine
+
+    def describe(self) -> list[str]:
+        """The first lines: the model, the data, the flow, the plan of the memory."""
+        config, policy = self.config, self.model.policy
+        is_drawn = isinstance(config, SftConfig) and config.from_scratch is not None
+        return [
+            describe_policy("from scratch" if is_drawn else config.model, policy),
+            self.data.describe(config.training),
+            *self.describe_sampling(),
+            *self.data.notes,
+            *self.describe_teacher(),
+            *(f"  {line}" for line in describe_flow(policy.flow)),
+            *self.describe_engine(),
+            *self.turns.describe(),
+        ]
 
     def describe_teacher(self) -> list[str]:
         """A line on who is learnt from; none without a teacher."""

@@ -15,23 +15,18 @@ from isobit.config.recipes import SftConfig
 from isobit.config.rules import check_sft
 from isobit.config.training import OptimisationConfig, TrainingConfig
 from isobit.memory.retry import measured_within_memory, within_memory
-from isobit.observe.console import (
-    Console,
-    describe_policy,
-    silent,
-)
-from isobit.observe.metrics import check_package, check_tracking
+from isobit.observe.console import Console, silent
+from isobit.observe.metrics import check_packages, check_services
 from isobit.parallel.world import ALONE, World
-from isobit.precision.flow import describe_flow
 from isobit.rewards.grading import Grading
-from isobit.run.evaluation import Evaluation, OnProgress, evaluation_requests
+from isobit.run.data import Lesson, SftData, evaluation_requests, load_examples
+from isobit.run.evaluation import Evaluation, OnProgress
 from isobit.run.frozen_models import describe_teacher
 from isobit.run.open_run import OpenRun, begin_run, start_run
 from isobit.run.plan import Plan
 from isobit.run.resolved import ResolvedRecipe, dated, resolve, settled
 from isobit.run.reward_models import plan_reward_models
 from isobit.run.run import Run, Surroundings
-from isobit.run.sft_data import Item, SftData, load_examples
 from isobit.run.sft_log import HeldOut, SftLog, SftSummary
 from isobit.run.sft_objectives import SFT_OBJECTIVES, Figures, SftObjective
 from isobit.store.resume import Start
@@ -55,25 +50,11 @@ class SftRun(Run[SftConfig, SftData]):
         super().__init__(plan, world, around)
         self.objective: SftObjective[Any] = SFT_OBJECTIVES[self.config.objective]
 
-    def describe(self) -> list[str]:
-        """The first lines: the model, the data, how often it is gone through, the flow, the plan of
-        the memory.
-        """
-        config, policy = self.config, self.model.policy
-        return [
-            describe_policy("from scratch" if config.from_scratch else config.model, policy),
-            self.data.describe(config.training),
-            *self.data.notes,
-            *self.describe_teacher(),
-            *(f"  {line}" for line in describe_flow(policy.flow)),
-            *self.turns.describe(),
-        ]
-
-    def next_examples(self) -> list[Item]:
+    def next_examples(self) -> list[Lesson]:
         """The examples of the next step, in the sampler's order."""
         return [self.data.train[prompt.id] for prompt, _ in self.sampler.next()]
 
-    def learn(self, examples: Sequence[Item]) -> UpdateMetrics:
+    def learn(self, examples: Sequence[Lesson]) -> UpdateMetrics:
         """Learn from examples in one update, in smaller micro-batches where the memory runs out."""
         objective = self.objective
 
@@ -84,7 +65,7 @@ class SftRun(Run[SftConfig, SftData]):
         lengths = [example.tokens for example in examples]
         return within_memory(self.trainer, lengths, attempt, _SHORTER_EXAMPLES)
 
-    def measure(self, examples: Sequence[Item]) -> tuple[float, Figures]:
+    def measure(self, examples: Sequence[Lesson]) -> tuple[float, Figures]:
         """The mean loss of examples that are not learnt from, and what else is measured; the
         engine gives its memory back for it.
         """
@@ -136,7 +117,7 @@ def prepare_sft(
     """Load and check a run, on each rank of a world.  Raises an ``IsobitError`` that names what
     cannot be used; writes nothing.
     """
-    check_tracking(recipe.config.tracking)
+    check_services(recipe.config.tracking.services())
     return SftRun(read_sft(recipe), world, around)
 
 
@@ -147,7 +128,7 @@ def read_sft(recipe: ResolvedRecipe[SftConfig]) -> SftPlan:
     config = recipe.config
     source = recipe.source
     weights = recipe.with_weights
-    check_package(config.tracking)
+    check_packages(config.tracking.services())
     check_sft(config)
     data: SftData = recipe.data or load_examples(config.data, source.described, config.objective)
     evaluation = {}
@@ -235,11 +216,7 @@ def update_once(opened: OpenSftRun, step: int, evaluates: bool) -> None:
 
 @contextmanager
 def open_run(
-    config: SftConfig,
-    console: Console | None,
-    resume: bool,
-    world: World,
-    allowed: Sequence[str],
+    config: SftConfig, console: Console | None, resume: bool, world: World, allowed: Sequence[str]
 ) -> Iterator[OpenSftRun]:
     """A block with all steps of a run, which begins or is resumed (``isobit.run.open_run``)."""
     console = console or (Console() if world.rank == 0 else silent())

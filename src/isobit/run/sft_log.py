@@ -22,15 +22,12 @@ from isobit.observe.console import (
 from isobit.observe.evaluation import EvalResult
 from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.records.metrics import Kind, Metrics, listed
-from isobit.run.sft_data import Item
+from isobit.run.data import Lesson
 from isobit.run.sft_objectives import SftObjective
 from isobit.store.resume import Start
 from isobit.store.training_run import TrainingRun
 from isobit.training.comparison import UpdateMetrics
-from isobit.training.supervised import (
-    DistilFigures,
-    PairFigures,
-)
+from isobit.training.supervised import DistilFigures, PairFigures
 from isobit.util.clock import Clock
 
 
@@ -52,12 +49,14 @@ class HeldOut:
 
     def scalars(self, name: str) -> Metrics:
         """The figures for the metrics file, under ``eval/NAME/``."""
-        return {
-            f"eval/{name}/loss": self.loss,
-            **(self.result.scalars(name) if self.result else {}),
-            **(self._of_pairs(name, self.pairs) if self.pairs else {}),
-            **(self._of_distance(name, self.distance) if self.distance else {}),
-        }
+        figures: Metrics = {}
+        if self.pairs is not None:
+            figures |= {"accuracy": self.pairs.accuracy, "margin": self.pairs.margin}
+        if self.distance is not None:
+            figures |= {"nll": self.distance.nll, "teacher_nll": self.distance.teacher_nll}
+        measured = {f"eval/{name}/{figure}": value for figure, value in figures.items()}
+        of_policy = self.result.scalars(name) if self.result else {}
+        return {f"eval/{name}/loss": self.loss, **of_policy, **measured}
 
     @property
     def accuracy(self) -> float | None:
@@ -67,17 +66,6 @@ class HeldOut:
         if self.pairs is not None:
             return self.pairs.accuracy
         return self.result.accuracy if self.result else None
-
-    @staticmethod
-    def _of_pairs(name: str, pairs: PairFigures) -> Metrics:
-        return {f"eval/{name}/accuracy": pairs.accuracy, f"eval/{name}/margin": pairs.margin}
-
-    @staticmethod
-    def _of_distance(name: str, distance: DistilFigures) -> Metrics:
-        return {
-            f"eval/{name}/nll": distance.nll,
-            f"eval/{name}/teacher_nll": distance.teacher_nll,
-        }
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
@@ -204,7 +192,7 @@ class SftLog(TrainingLog[HeldOut]):
         self._turns = turns
         super().__init__(run, start, console, clock)
 
-    def step(self, step: int, examples: Sequence[Item], update: UpdateMetrics) -> None:
+    def step(self, step: int, examples: Sequence[Lesson], update: UpdateMetrics) -> None:
         """The figures of one step: a line of metrics and a line on the console."""
         spent = self._take_seconds()
         seconds = spent["training"]

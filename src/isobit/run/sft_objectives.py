@@ -8,13 +8,10 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from isobit.algorithms.objective import Objective
 from isobit.config import recipes
-from isobit.data.examples import (
-    Example,
-    Pair,
-)
+from isobit.data.examples import Example, Pair
 from isobit.records.batch import PackedBatch
 from isobit.records.metrics import Kind
-from isobit.run.sft_data import Item
+from isobit.run.data import Lesson
 from isobit.training.comparison import UpdateMetrics
 from isobit.training.supervised import (
     DistilFigures,
@@ -32,7 +29,7 @@ from isobit.training.trainer import Trainer
 
 Figures: TypeAlias = PairFigures | DistilFigures | None
 """What else is measured beside the loss."""
-Learnt = TypeVar("Learnt", bound=Item)
+Learnt = TypeVar("Learnt", bound=Lesson)
 
 
 class SftObjective(ABC, Generic[Learnt]):
@@ -74,7 +71,6 @@ class _Supervised(SftObjective[Example]):
         return pack_examples(examples, tokens_per_microbatch)
 
     def measure(self, trainer: Trainer, batches: Sequence[PackedBatch]) -> tuple[float, Figures]:
-        """See ``mean_loss``."""
         return mean_loss(trainer, batches), None
 
     def tokens(self, examples: Sequence[Example], update: UpdateMetrics) -> int:
@@ -88,7 +84,6 @@ class _Distil(_Supervised):
     loss = DistilObjective()
 
     def measure(self, trainer: Trainer, batches: Sequence[PackedBatch]) -> tuple[float, Figures]:
-        """See ``measure_distance``."""
         figures = measure_distance(trainer, batches)
         return figures.kl, figures
 
@@ -107,7 +102,6 @@ class _Preference(SftObjective[Pair]):
         return pack_preferences(pairs, tokens_per_microbatch, trainer.policy.config.pad_token_id)
 
     def measure(self, trainer: Trainer, batches: Sequence[PackedBatch]) -> tuple[float, Figures]:
-        """See ``measure_pairs``."""
         figures = measure_pairs(trainer.scorer, batches, trainer.policy.world)
         return figures.loss, figures
 

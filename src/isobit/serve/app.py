@@ -60,20 +60,12 @@ from isobit.util.hosts import HostCheck
 
 LARGEST_BODY = 16 << 20
 """Bytes."""
-
-
 _SMALL_BODY = 1 << 16
 """Bytes of a request that is read at once, in the event loop."""
-
-
 BODY_S, WEIGHTS_S = 60, 600
 """Seconds that a client may take to send a request, and to send weights."""
-
-
 COMPLETION_TOKENS = 16
 """The most tokens of a completion where the request does not say; OpenAI's figure."""
-
-
 GONE = 499
 """The status that is counted for a client that went away; nobody reads it."""
 
@@ -370,11 +362,7 @@ class ApiServer:
             )
             for place, prompt in enumerate(prompts)
         ]
-        head = {
-            "id": name,
-            "created": int(time.time()),
-            "model": asked.model,
-        }
+        head = {"id": name, "created": int(time.time()), "model": asked.model}
         return head, prompts, requests
 
     def _max_new_tokens(self, asked: GenerationRequest, prompt: int) -> int:

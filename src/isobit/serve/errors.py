@@ -2,10 +2,7 @@
 
 from typing import Any
 
-from isobit.serve.engine import (
-    EngineStoppedError,
-    PausedError,
-)
+from isobit.serve.engine import EngineStoppedError, PausedError
 from isobit.util.errors import DataError, IsobitError, RequestError
 
 
@@ -20,6 +17,9 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
+        """``param`` is the key of the request that is wrong, ``code`` OpenAI's word for the error,
+        ``retry_after`` the seconds to wait.
+        """
         super().__init__(message)
         self.status, self.message, self.retry_after = status, message, retry_after
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -31,6 +31,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: ApiError | IsobitError) -> ApiError:
+    """The answer to an error of ours: whose fault it is, and whether to try again."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError | DataError):

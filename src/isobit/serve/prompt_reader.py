@@ -12,10 +12,7 @@ from isobit.data.sources import Row, row_of
 from isobit.models.folder import SamplingModel
 from isobit.rollout.sequence import decode
 from isobit.serve.errors import ApiError
-from isobit.serve.protocol import (
-    ChatRequest,
-    CompletionRequest,
-)
+from isobit.serve.protocol import ChatRequest, CompletionRequest
 from isobit.serve.token_texts import ScoredPrompt
 from isobit.util.errors import DataError
 

@@ -10,14 +10,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from isobit.config.base import MAX_FACTOR, MAX_SEED
@@ -29,21 +22,11 @@ from isobit.util.errors import shown
 
 MOST_CHOICES = 128
 """Samples of a prompt."""
-
-
 MOST_PROMPTS = 1024
-
-
 MOST_STOPS = 16
-
-
 MOST_STOP_TOKENS = 1024
-
-
 LONGEST_STOP = 256
 """Characters of a stop string, of which each drawn token costs a search."""
-
-
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "best_of": (1,),
     "frequency_penalty": (0,),
@@ -68,8 +51,6 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "truncate_prompt_tokens": (-1,),
 }
 """Keys of other servers with the values that ask for nothing."""
-
-
 _IGNORED = frozenset(
     {
         "user",

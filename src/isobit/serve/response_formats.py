@@ -26,9 +26,7 @@ class ResponseFormat(Protocol):
     piece: str
     """The ``object`` of a chunk of a stream."""
 
-    def choice(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
-        """A whole choice."""
-        ...
+    def choice(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]: ...
 
     def beginning(self, index: int, prompt: ScoredPrompt) -> dict[str, Any] | None:
         """The first chunk's choice, before anything is drawn; None for none."""

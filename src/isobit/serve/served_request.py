@@ -17,13 +17,7 @@ from isobit.rollout.engine import SampleEvent
 from isobit.rollout.requests import Handle, Request
 from isobit.rollout.scoring import Scored, Scoring
 from isobit.serve.answers import SMALL, LazyList, in_pieces, written
-from isobit.serve.engine import (
-    Accepted,
-    DisconnectedError,
-    EngineCall,
-    EngineThread,
-    Scores,
-)
+from isobit.serve.engine import Accepted, DisconnectedError, EngineCall, EngineThread, Scores
 from isobit.serve.errors import as_api_error
 from isobit.serve.protocol import GenerationRequest
 from isobit.serve.response_formats import ResponseFormat
@@ -91,10 +85,7 @@ class ServedRequest:
     _is_closed: bool = False
 
     async def begin(
-        self,
-        head: Mapping[str, Any],
-        prompts: Sequence[ScoredPrompt],
-        requests: Sequence[Request],
+        self, head: Mapping[str, Any], prompts: Sequence[ScoredPrompt], requests: Sequence[Request]
     ) -> None:
         """Score the prompts and have the samples taken on; ``requests`` are of the ``prompts``,
         and every chunk has the ``head``.
@@ -295,7 +286,6 @@ class ServedRequest:
 
 
 def event_of(content: Mapping[str, Any]) -> str:
-    """One event of a stream."""
     return f"data: {written(content)}\n\n"
 
 

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -135,7 +136,7 @@ class WeightUpdates:
     @property
     def largest_body(self) -> int:
         """All weights in FP32, and a header; in bytes."""
-        return (16 << 20) + 4 * sum(map(_numbers, self.policy.shapes.values()))
+        return (16 << 20) + 4 * sum(map(prod, self.policy.shapes.values()))
 
     async def _initialise(self, sent: Sent) -> dict[str, Any]:
         info = _only(sent.json(), "init_info").get("init_info")
@@ -244,8 +245,7 @@ class WeightUpdates:
                 )  # fmt: skip
             if tuple(values.shape) != expected[name]:
                 raise ApiError(
-                    400,
-                    f"{name} has the shape {tuple(values.shape)}; expected {expected[name]}",
+                    400, f"{name} has the shape {tuple(values.shape)}; expected {expected[name]}"
                 )
             if values.dtype not in _FORMAT_OF:
                 raise ApiError(400, f"{name} is {values.dtype}; expected one of {FORMATS}")
@@ -332,7 +332,3 @@ def _of_bytes(body: bytearray) -> dict[str, torch.Tensor]:
         return read_file(body)
     except ModelError as error:
         raise ApiError(400, f"{error}") from None
-
-
-def _numbers(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import lcm, prod
 from pathlib import Path
 
-from isobit.config.tables import CheckpointConfig, EvaluationConfig
-from isobit.config.training import OptimisationConfig
+from isobit.config.recipes import Recipe
+from isobit.config.tables import CheckpointConfig
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import master_shapes
 from isobit.training.optimiser import moment_bytes
@@ -43,26 +43,17 @@ class DiskPlan:
         """Bytes that the run will still write."""
         return max(self.checkpoints - self.on_disk, 0) * self.checkpoint_bytes + self.model_bytes
 
-    def describe(self) -> str:
-        """A line with what the run writes and what is free."""
-        room = f"{gib(self.needed)} of {gib(self.free)} free in {self.root}"
-        return f"disk: {room} for {self._contents}"
-
-    def describe_needs(self) -> str:
-        """The line of another machine's disk."""
-        return f"disk: {gib(self.needed)} for {self._contents}"
-
-    @property
-    def _contents(self) -> str:
-        parts = [f"the trained model of {gib(self.model_bytes)}"]
+    def describe(self, here: bool = True) -> str:
+        """A line with what the run writes, and, of the disk ``here``, with what is free."""
+        room = f" of {gib(self.free)} free in {self.root}" if here else ""
+        contents = f"the trained model of {gib(self.model_bytes)}"
         if self.checkpoints:
             there = f", of which {self.on_disk} are there" if self.on_disk else ""
-            parts.insert(
-                0,
+            contents = (
                 f"checkpoints of {gib(self.checkpoint_bytes)}, at most {self.checkpoints} at "
-                f"once{there}",
+                f"once{there} and {contents}"
             )
-        return " and ".join(parts)
+        return f"disk: {gib(self.needed)}{room} for {contents}"
 
     def check(self) -> None:
         """Raise StorageError where the disk has too little space."""
@@ -75,22 +66,17 @@ class DiskPlan:
 
 
 def plan_disk(
-    root: Path,
-    shape: ModelConfig,
-    training: OptimisationConfig,
-    checkpoint: CheckpointConfig,
-    evaluation: EvaluationConfig,
-    on_disk: Collection[int] = (),
-    extra_bytes: int = 0,
+    config: Recipe, shape: ModelConfig, on_disk: Collection[int] = (), extra_bytes: int = 0
 ) -> DiskPlan:
-    """The plan of a run in ``root`` of a model of ``shape``, which has checkpoints of the steps
-    ``on_disk``; each holds at most ``extra_bytes`` of tensors of extras.
+    """The plan of a run of a model of ``shape``, which has checkpoints of the steps ``on_disk``;
+    each holds at most ``extra_bytes`` of tensors of extras.
     """
+    root, training = config.output, config.training
     masters = [prod(sizes) for sizes in master_shapes(shape).values()]
     size = 4 * sum(masters) + moment_bytes(masters, training.moments)
     size += extra_bytes + _BESIDE_TENSORS
     model = 2 * sum(masters) + _BESIDE_TENSORS
-    most = most_at_once(training.steps, checkpoint, evaluation.every, on_disk)
+    most = most_at_once(training.steps, config.checkpoint, config.evaluation.every, on_disk)
     return DiskPlan(root, size, most, len(on_disk), model, free_bytes(root))
 
 

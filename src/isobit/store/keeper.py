@@ -30,18 +30,12 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from math import prod
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import Protocol, Self
 
 from isobit.config.tables import CheckpointConfig
 from isobit.models.folder import write_model
 from isobit.parallel.world import broadcast, is_raised_on_all, run_on_all
-from isobit.store.checkpoint import (
-    folder_name,
-    folders_by_step,
-    read_manifest,
-    write_checkpoint,
-)
+from isobit.store.checkpoint import folder_name, folders_by_step, read_manifest, write_checkpoint
 from isobit.store.directory import RunDirectory, write_json
 from isobit.store.journals import sync_journals
 from isobit.store.manifest import environment
@@ -150,9 +144,8 @@ class SaveTime:
 _CALL = "import sys; from isobit.util.user_code import call_place; call_place(*sys.argv[1:])"
 
 
-def check_hook(config: CheckpointConfig) -> None:
-    """Raise ConfigError for an ``on_save`` that cannot be run."""
-    hook = config.on_save
+def check_hook(hook: str | Sequence[str] | None) -> None:
+    """Raise ConfigError for a ``checkpoint.on_save`` that cannot be run."""
     if hook is None:
         return
     if isinstance(hook, str):
@@ -258,12 +251,7 @@ class CheckpointKeeper:
             self._apply_retention()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None or isinstance(error, StoppedAtOnce):
             return
         if self._all_end(error):

@@ -42,7 +42,7 @@ from isobit.store.directory import (
     write_json,
 )
 from isobit.store.directory_watch import DirectoryWatch
-from isobit.store.disk_plan import DiskPlan, plan_disk
+from isobit.store.disk_plan import plan_disk
 from isobit.store.journals import rewind, whole_lines
 from isobit.store.lock import locked
 from isobit.store.manifest import environment, manifest, processes
@@ -226,7 +226,7 @@ def begin(
         check_shared(world, directory.root)
     with ExitStack() as lock:
         if not broadcast(world, lambda: _lock(directory, resume, say, lock)):
-            broadcast(world, lambda: _plan_disk(config, shape, extra_bytes).check())
+            broadcast(world, lambda: plan_disk(config, shape, (), extra_bytes).check())
             records = RewardRecord(say), AnswerRecord(say)
             yield Start(directory, *records, world, hosts, writer, lock, say)
             return
@@ -287,7 +287,7 @@ def _decide(
     step = checkpoint.step if checkpoint else 0
     changed = _check_settings(old, config, step, allowed)
     on_disk = [done for done in folders_by_step(directory.checkpoints) if done <= step]
-    _plan_disk(config, shape, extra_bytes, on_disk).check()
+    plan_disk(config, shape, on_disk, extra_bytes).check()
     paths = dict(zip(_GIVEN, (directory.rewards, directory.answers), strict=True))
     given = {name: whole_lines(one, position_at(checkpoint, one)) for name, one in paths.items()}
     budget = read_changes(directory.budget, position_at(checkpoint, directory.budget))
@@ -341,20 +341,6 @@ def position_at(checkpoint: Checkpoint | None, path: Path) -> int:
     """Bytes of a file of the run at a checkpoint, of one that has lost some all that it has."""
     recorded = checkpoint.state["files"].get(path.name, 0) if checkpoint else 0
     return min(recorded, path.stat().st_size) if path.is_file() else 0
-
-
-def _plan_disk(
-    config: Recipe, shape: ModelConfig, extra_bytes: int, on_disk: Sequence[int] = ()
-) -> DiskPlan:
-    return plan_disk(
-        config.output,
-        shape,
-        config.training,
-        config.checkpoint,
-        config.evaluation,
-        on_disk,
-        extra_bytes,
-    )
 
 
 def _same_threads(config: Recipe, old: Mapping[str, Any], say: Say) -> None:

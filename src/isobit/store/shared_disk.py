@@ -19,9 +19,6 @@ PATIENCE_S = 5.0  # a network file system may show a new file this much later
 def check_shared(world: World, root: Path) -> None:
     """Raise ConfigError on all ranks, naming those that do not see a file that rank 0 writes where
     the run's directory ``root`` is or will be.
-
-    All ranks write a checkpoint into the same files.  If each host had its own disk, each would
-    keep a useless part.
     """
     if world.size == 1:
         return

@@ -5,6 +5,7 @@ invariants are ``AssertionError`` and keep their traceback.
 """
 
 import re
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -190,3 +191,15 @@ def hub_errors(
             f"{failed}: {type(error).__name__}: {shown(reason[0] if reason else '')}; check the "
             f"network, or {remedy}"
         ) from error
+
+
+def how_it_ended(exit_code: int) -> str:
+    """``was killed by SIGSEGV`` or ``ended with exit code 1``, of a process; a code below 0 is the
+    signal that killed it.
+    """
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    try:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"was killed by signal {-exit_code}"

@@ -11,13 +11,8 @@ import sysconfig
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from isobit.util.plain_files import read_plain
-
-if TYPE_CHECKING:
-    pass
-
 
 _INSTALLED = tuple(
     Path(folder).resolve()

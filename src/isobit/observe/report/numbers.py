@@ -1,9 +1,21 @@
-"""Numbers as text, and the ticks and the range of an axis."""
+"""Numbers and long texts as they are shown, and the ticks and the range of an axis."""
 
 import math
 from itertools import product
 
 MINUS = "\N{MINUS SIGN}"
+
+
+def cut(text: str, most: int) -> str:
+    """The text, or its first characters and how many more there are."""
+    more = len(text) - most
+    return text if more <= 0 else f"{text[:most]} [{more} more characters]"
+
+
+def in_a_line(text: str, most: int) -> str:
+    """The text without line ends and repeated spaces, with an ellipsis where it is longer."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[:most]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def round_ticks(low: float, high: float, most: int, whole: bool = False) -> list[float]:

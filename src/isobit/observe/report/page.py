@@ -3,13 +3,16 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from isobit.observe.report.chart import STEPS
 from isobit.observe.report.comparison import COMPARISON, write_comparison
 from isobit.observe.report.flow_view import view_flow
 from isobit.observe.report.headline import reason_of, state_of, tiles_of
 from isobit.observe.report.notices import notices
 from isobit.observe.report.panels import build_sections
 from isobit.observe.report.samples import SHADES, choose_samples
+from isobit.observe.report.series import View
 from isobit.observe.report.settings import view_environment, view_settings
 from isobit.observe.report.templates import MARKER, render_page, write_page
 from isobit.observe.run_record import RunRecord, read_run
@@ -29,26 +32,33 @@ def write_report(root: Path, out: Path | None = None) -> Path:
 
 def render(record: RunRecord, refresh: bool = False) -> str:
     """The page as text; with ``refresh`` a browser reloads it every ``REFRESH_S`` seconds."""
-    changed, unchanged = view_settings(record.setting("config"))
     return render_page(
         "report.html",
         MARKER,
         record=record,
         name=record.root.resolve().name,
         state=state_of(record),
-        stopped=reason_of(record),
         refresh=REFRESH_S if refresh else 0,
         started=str(record.setting("started") or "").replace("T", " ").replace("+00:00", " UTC"),
-        notices=list(notices(record)),
-        tiles=tiles_of(record),
-        sections=build_sections(record),
-        flow=view_flow(record),
         sources=choose_samples(record.completions),
         shades=SHADES,
-        changed=changed,
-        unchanged=unchanged,
-        environment=view_environment(record.manifest),
+        **describe_run(record),
     )
+
+
+def describe_run(record: RunRecord, view: View = STEPS) -> dict[str, Any]:
+    """The values of a run that its page and the viewer show."""
+    changed, unchanged = view_settings(record.setting("config"))
+    return {
+        "stopped": reason_of(record),
+        "notices": list(notices(record)),
+        "tiles": tiles_of(record),
+        "sections": build_sections(record, view),
+        "flow": view_flow(record),
+        "changed": changed,
+        "unchanged": unchanged,
+        "environment": view_environment(record.manifest),
+    }
 
 
 def watch_run(

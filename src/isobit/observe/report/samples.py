@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TypeVar
 
-from isobit.observe.report.numbers import MINUS, number_text
+from isobit.observe.report.numbers import MINUS, cut, in_a_line, number_text
 from isobit.records.rounding import are_level, settled
 
 T = TypeVar("T")
 Line = Mapping[str, Any]
 """A line of ``completions.jsonl``."""
-
-
 MOST_PROMPTS = 8
 """Prompts shown of each source."""
 MOST_TOKENS = 6000
@@ -42,8 +40,6 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class ShownAnswer:
-    """One completion."""
-
     step: int
     reward: str
     finish: str
@@ -113,8 +109,8 @@ def _source(name: str, logged: Sequence[Line], budget: int) -> ShownSource:
         tuple(
             Problem(
                 prompt_id,
-                _cut(lines[0].get("prompt", "")),
-                _cut(lines[0].get("answer", "")),
+                cut(str(lines[0].get("prompt", "")), MOST_CHARACTERS),
+                cut(str(lines[0].get("answer", "")), MOST_CHARACTERS),
                 tuple(_answer(line, share) for line in lines),
             )
             for prompt_id, lines in _grouped(chosen, "prompt_id").items()
@@ -122,7 +118,12 @@ def _source(name: str, logged: Sequence[Line], budget: int) -> ShownSource:
         len(chosen),
         len(logged),
         tuple(
-            (str(one["step"]), _short(one, "prompt"), _short(one, "completion"), _reward(one))
+            (
+                str(one["step"]),
+                in_a_line(str(one.get("prompt", "")), _SHORT),
+                in_a_line(str(one.get("completion", "")), _SHORT),
+                _reward(one),
+            )
             for one in others
         ),
     )
@@ -133,11 +134,6 @@ def _spread(lines: Sequence[T], most: int) -> list[T]:
     if len(lines) <= most:
         return list(lines)
     return [lines[round(index * (len(lines) - 1) / (most - 1))] for index in range(most)]
-
-
-def _short(line: Line, name: str) -> str:
-    text = " ".join(str(line.get(name, "")).split())
-    return text if len(text) <= _SHORT else f"{text[:_SHORT]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def _reward(line: Line) -> str:
@@ -157,7 +153,7 @@ def _answer(line: Line, most_tokens: int) -> ShownAnswer:
         reward=_reward(line),
         finish="cut by the length limit" if line.get("finish_reason") == "length" else "",
         length=f"{length} tokens" if isinstance(length, int) else "",
-        text=_cut(line.get("completion", "")),
+        text=cut(str(line.get("completion", "")), MOST_CHARACTERS),
         tokens=tokens,
         left_out=max(0, length - len(tokens)) if tokens and isinstance(length, int) else 0,
         verdict="good" if number >= 1 else "bad" if number <= 0 else "",
@@ -183,9 +179,3 @@ def _token(text: Any, log_prob: Any) -> Token:
     shade = sum(log_prob < limit for limit in SHADES) if is_number else 0
     words = f"{log_prob:.4f} nats".replace("-", MINUS) if is_number else "not finite"
     return Token(str(text)[:_TOKEN_CHARACTERS].replace("\n", "\u21b5\n"), words, shade)
-
-
-def _cut(value: Any) -> str:
-    text = str(value)
-    more = len(text) - MOST_CHARACTERS
-    return text if more <= 0 else f"{text[:MOST_CHARACTERS]} [{more} more characters]"

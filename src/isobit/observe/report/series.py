@@ -64,7 +64,6 @@ class Series:
 
 
 def positions(figures: Figures, axis: Axis) -> Column:
-    """The position of each step on the axis."""
     if axis not in figures.derived:
 
         def filled(name: str) -> Column:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from isobit.config.recipes import RunConfig, SftConfig
+from isobit.observe.report.numbers import cut
 from isobit.util.strict_json import json_text
 
 _MOST_CHARACTERS = 400
@@ -33,8 +34,7 @@ def flatten(entry: Mapping[str, Any], above: str = "") -> Iterator[Row]:
             yield from flatten(value, f"{path}.")
         elif value is not None or above:
             text = value if isinstance(value, str) else json_text(value)
-            more = len(text) - _MOST_CHARACTERS
-            yield path, text if more <= 0 else f"{text[:_MOST_CHARACTERS]} [{more} more characters]"
+            yield path, cut(text, _MOST_CHARACTERS)
 
 
 def _without_defaults(config: Any) -> dict[str, Any]:

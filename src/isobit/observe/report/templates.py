@@ -63,21 +63,19 @@ def _cells(rows: Sequence[Sequence[str]]) -> Markup:
     return Markup(f"<tr><td>{html}</td></tr>")  # noqa: S704
 
 
-def _begins_with(path: Path, marker: bytes) -> bool:
-    with open_plain(path) as file:
-        return file.read(len(marker)) == marker
-
-
 def write_page(page: str, path: Path, marker: str) -> Path:
     """Write a page; -> ``path``.  An older page, which begins with ``marker``, is replaced.
 
     Raises ConfigError where another file is, or where the page cannot be written.
     """
     try:
-        if path.exists() and not _begins_with(path, marker.encode()):
-            raise ConfigError(
-                f"{str(path)!r} is there already and no report; name another file (--out FILE)"
-            )
+        if path.exists():
+            with open_plain(path) as file:
+                is_page = file.read(len(marker.encode())) == marker.encode()
+            if not is_page:
+                raise ConfigError(
+                    f"{str(path)!r} is there already and no report; name another file (--out FILE)"
+                )
         partial = path.with_name(f".{path.name}.partial")
         try:
             partial.write_text(page, encoding="utf-8")

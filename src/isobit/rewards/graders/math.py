@@ -123,8 +123,6 @@ SHORT_NUMBER = re.compile(r"(?<![\d.])\d{1,3}\s*\Z")
 IN_EXPONENT = re.compile(
     r"[\^!]|\\(?:exp|sinh|cosh|[dt]?binom)|\..*(?:/|frac|div)|(?:/|frac|div).*\."
 )
-
-
 NOT_EQUAL = re.compile(r"(?<=[A-Za-z)}])\s*!=")
 SCIENCE = re.compile(
     r"(?<![\w.])(\d{1,20}\.\d{1,20}[eE][+-]?\d{1,3}|\d{1,20}[eE][+-]?\d{2,3})(?!\w)"
