@@ -37,17 +37,18 @@ def with_sections(values: Mapping[str, Any], sections: Mapping[str, Any]) -> dic
 
 
 def small_run(
-    model: Path,
-    output: Path,
+    folder: Path,
+    place: Path,
+    /,
     reward: str = "isobit.starter.tasks:correct_answer",
     **sections: Any,
 ) -> RunConfig:
-    """A run of two steps of 2 x 3 samples on the shipped sums; sections given as keyword arguments
-    replace keys of these.
+    """A run of a folder's model, in a place of its own: two steps of 2 x 3 samples on the shipped
+    sums; sections given as keyword arguments replace keys of these.
     """
     config: dict[str, Any] = {
-        "model": str(model),
-        "output": output,
+        "model": str(folder),
+        "output": place,
         "data": {
             "train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 16},
             "eval": {"held_out": {"type": "jsonl", "path": "starter:held_out.jsonl", "limit": 5}},

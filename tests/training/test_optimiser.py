@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import get_scheduler
 
 from isobit.config.training import Moments, TrainingConfig
 from isobit.kernels.backend import backend_of
@@ -69,6 +68,8 @@ def test_schedules_are_those_of_transformers_after_the_warmup(
     schedule: str, updates: int, ratio: float, share: float
 ) -> None:
     """In the warmup transformers begins at 0, and an update of Isobit is one step ahead."""
+    from transformers import get_scheduler
+
     least = share * 0.1 if schedule != "constant" else 0.0
     kind = "constant_with_warmup" if schedule == "constant" else schedule
     more: dict[str, float] = {}
