@@ -55,7 +55,9 @@ def pytest_collection() -> Generator[None, object, object]:
 def one_thread_and_seed():
     """One thread and a fixed seed, also after a test that changed them."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():  # before, torch would keep the call and a traceback
+        torch.cuda.manual_seed_all(0)
     yield
     torch.set_num_threads(1)
 
