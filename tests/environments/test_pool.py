@@ -43,7 +43,7 @@ def counters() -> Iterator[Environments[str]]:
 
 @pytest.fixture(scope="module")
 def hostile() -> Iterator[Environments[str]]:
-    with environments("Hostile", deadline_s=3600.0) as made:
+    with environments("Hostile") as made:
         yield made
 
 
