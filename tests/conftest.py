@@ -18,8 +18,8 @@ os.environ["GOMP_SPINCOUNT"] = "0"  # threads that wait leave the cores to the o
 
 import isobit  # noqa: F401, I001  sets OpenMP's spinning, which must precede torch
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ from isobit.models.saving import save_policy
 from isobit.models.policy import random_policy
 from isobit.starter import starter_folder
 from tests.death import lie_still
-from tests.tiny import save_tiny, tiny_model, with_sections
+from tests.tiny import save_tiny, small_run, tiny_model
 
 pytest_plugins = ["tests.suites"]
 
@@ -55,7 +55,9 @@ def pytest_collection() -> Generator[None, object, object]:
 def one_thread_and_seed():
     """One thread and a fixed seed, also after a test that changed them."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():  # before, torch would keep the call and a traceback
+        torch.cuda.manual_seed_all(0)
     yield
     torch.set_num_threads(1)
 
@@ -115,34 +117,8 @@ def config_alone(tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.fixture
 def make_config(tiny_folder: Path, tmp_path: Path) -> Callable[..., RunConfig]:
-    """A run of two steps of 2 x 3 samples on the shipped sums; sections given as keyword arguments
-    replace keys of these.
-    """
-
-    def make(reward: str = "isobit.starter.tasks:correct_answer", **sections: Any) -> RunConfig:
-        config: dict[str, Any] = {
-            "model": str(tiny_folder),
-            "output": tmp_path / "run",
-            "data": {
-                "train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 16},
-                "eval": {
-                    "held_out": {"type": "jsonl", "path": "starter:held_out.jsonl", "limit": 5}
-                },
-            },
-            "reward": {"function": reward, "in_process": True},
-            "rollout": {"max_new_tokens": 5},
-            "training": {
-                "steps": 2,
-                "prompts_per_step": 2,
-                "samples_per_prompt": 3,
-                "learning_rate": 1e-3,
-                # the tiny model earns nothing: what a step does is tested all the same
-                "without_signal": "take",
-            },
-        }
-        return RunConfig.model_validate(with_sections(config, sections))
-
-    return make
+    """``small_run`` in a directory of the test's own."""
+    return partial(small_run, tiny_folder, tmp_path / "run")
 
 
 @pytest.fixture

@@ -10,28 +10,35 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from isobit.cli.main import main
-from isobit.config.recipes import RunConfig
 from isobit.run.loop import train
 from isobit.store.lock import locked
+from tests.tiny import small_run
 
 
-@pytest.fixture
-def runs(make_config: Callable[..., RunConfig], tmp_path: Path) -> tuple[Path, Path]:
-    """The same recipe twice, three steps with a checkpoint each; the second has lost its last
-    checkpoint and was resumed after two steps.
+@pytest.fixture(scope="module")
+def done(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the same recipe twice, three steps with a checkpoint each; the second has lost
+    its last checkpoint and was resumed after two steps.
     """
-    whole, again = tmp_path / "whole", tmp_path / "again"
+    folder = tmp_path_factory.mktemp("diff")
 
     def run(output: Path, resume: bool = False) -> None:
         checkpoint = {"every": 1, "keep_last": 3}
-        steps = {"steps": 3}
-        train(make_config(output=output, checkpoint=checkpoint, training=steps), resume=resume)
+        config = small_run(tiny_folder, output, checkpoint=checkpoint, training={"steps": 3})
+        train(config, resume=resume)
 
-    run(whole)
-    run(again)
-    shutil.rmtree(again / "checkpoints" / "step_000003")
-    run(again, resume=True)
-    return whole, again
+    run(folder / "whole")
+    run(folder / "again")
+    shutil.rmtree(folder / "again" / "checkpoints" / "step_000003")
+    run(folder / "again", resume=True)
+    return folder
+
+
+@pytest.fixture
+def runs(done: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """Copies of both, to be changed."""
+    shutil.copytree(done, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "whole", tmp_path / "again"
 
 
 def change_lines(path: Path, change: Callable[[dict[str, Any]], None], step: int) -> None:
@@ -138,9 +145,7 @@ def test_steps_of_one_run_alone_are_a_difference(
 
 
 def test_settings_that_differ_are_a_note(
-    runs: tuple[Path, Path],
-    make_config: Callable[..., RunConfig],
-    capsys: pytest.CaptureFixture[str],
+    runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = runs[1] / "run.json"
     manifest = json.loads(path.read_text())

@@ -44,7 +44,7 @@ def test_a_precision_may_be_a_recipes_table(capsys):
 
 
 def test_two_processes_that_share_the_model_find_what_one_finds(tmp_path, capsys):
-    words = ["--data", "starter:held_out.jsonl", *REWARD, *SMALL, "--json"]
+    words = [*HELD_OUT, *REWARD, *SMALL, "--max-new-tokens", "3", "--json"]
     assert main(["eval", "starter", *words]) == 0
     alone = json.loads(capsys.readouterr().out)
     out, errors = tmp_path / "out", tmp_path / "errors"
@@ -123,7 +123,8 @@ def test_what_is_too_long_is_left_out_and_said(tmp_path, capsys):
 
 
 def test_a_task_of_reasoning_gym_is_scored_by_itself(capsys):
-    assert main(["eval", "starter", "--data", "task:chain_sum", *SMALL, "--json"]) == 0
+    words = ["--data", "task:chain_sum", "--reward.in_process", "true", *SMALL, "--json"]
+    assert main(["eval", "starter", *words]) == 0
     assert json.loads(capsys.readouterr().out)["chain_sum"]["problems"] == 3
 
 

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from datasets import Dataset, DatasetDict
 
 from isobit.cli.main import main
 from isobit.config.recipes import RunConfig
@@ -85,6 +84,8 @@ def test_more_prompts_a_step_than_there_are_are_said(tmp_path: Path) -> None:
 def test_an_evaluation_names_its_split_where_there_are_several(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    from datasets import Dataset, DatasetDict
+
     rows = Dataset.from_list([{"prompt": "1+1=", "answer": "2"}])
     two = Dataset.from_list([{"prompt": "2+1=", "answer": "3"}] * 2)
     DatasetDict({"train": rows, "test": two}).save_to_disk(str(tmp_path / "two"))

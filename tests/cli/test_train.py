@@ -80,9 +80,9 @@ def test_a_dry_run_tells_of_references_and_refuses_data_without_any(tmp_path, ca
     rows = [{"prompt": f"1+2+3+{i}=", "answer": None if i else "6"} for i in range(4)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["train", QUICKSTART, "--dry-run", "--output", str(tmp_path / "run"), *TINY]
-    words += ["--data.train.path", str(data), "--reward.function", "math_verify"]
+    words += ["--data.train.path", str(data), "--reward.function", "exact_match"]
     assert main(words) == 0
-    told = "references of data.train for math_verify: 3 missing of 4 (75.0%)"
+    told = "references of data.train for exact_match: 3 missing of 4 (75.0%)"
     assert told in " ".join(capsys.readouterr().out.split())
     data.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
     assert main(words) == 2

@@ -31,6 +31,7 @@ def test_the_help_names_every_preset(capsys):
     assert set(get_args(Preset)) <= words
 
 
+@pytest.mark.exhaustive
 def test_a_flow_with_two_functions_exits_1(capsys, tiny_folder):
     assert main(["verify", str(tiny_folder), "--precision", "fp8-rollout", *SMALL]) == 1
     *scenarios, total = capsys.readouterr().out.splitlines()

@@ -161,7 +161,7 @@ def test_a_step_is_done_from_the_checkpoint_before_it(step: int, first: int, who
     assert found(result) == [] and result.steps == range(first, step + 1)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive  # of a run of adapters with all of it: tests/run/test_starts.py
 @pytest.mark.parametrize(
     "sections",
     [
@@ -241,6 +241,7 @@ def test_a_byte_of_each_checkpoint(run: Path) -> None:
         assert str(paths[of]) in what
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("file", "step"),
     [("masters.safetensors", 4), ("masters.safetensors", 5), ("optimiser.safetensors", 5)],

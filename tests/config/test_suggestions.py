@@ -20,6 +20,7 @@ from isobit.config.load import build, build_with
 from isobit.config.recipes import RECIPES, RunConfig, SftConfig
 from isobit.config.refusals import config_error
 from isobit.util.errors import ConfigError
+from tests.suites import evenly_spaced, examples
 
 MINIMAL: Mapping[str, Any] = {"output": "x", "data": {"train": {"type": "jsonl", "path": "x"}}}
 FOREIGN: Mapping[str, list[str]] = tomllib.loads(
@@ -64,7 +65,8 @@ def refusal(model: type[BaseModel], path: list[str]) -> str:
 @pytest.mark.parametrize("command", RECIPES)
 def test_every_misspelt_key_is_answered_with_the_right_one(command: str) -> None:
     model = RECIPES[command]
-    for key in all_keys(model):
+    keys = all_keys(model)
+    for key in (keys[place] for place in evenly_spaced(len(keys), examples(len(keys)))):
         path = key.path.split(".")
         misspelt = f"{path[-1]}z"
         right = key.path.replace("NAME", "held_out").replace("[]", ".0")

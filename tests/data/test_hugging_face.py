@@ -8,7 +8,6 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from datasets import Dataset, Features, Image, Value
 from huggingface_hub import constants
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from pyarrow.parquet import write_table
@@ -95,6 +94,8 @@ def test_a_folder_called_like_a_reader_is_a_folder(
 
 def test_a_saved_dataset_that_names_other_places_is_refused(folder: Path) -> None:
     saved, other = folder.parent / "saved", folder.parent / "other"
+    from datasets import Dataset
+
     Dataset.from_list([ROW]).save_to_disk(str(saved))
     Dataset.from_list([ROW | {"prompt": "secret"}]).save_to_disk(str(other))
     assert rows(saved) == [ROW]
@@ -111,6 +112,8 @@ def test_a_saved_dataset_that_names_other_places_is_refused(folder: Path) -> Non
 
 
 def test_images_are_refused_by_column(folder: Path) -> None:
+    from datasets import Dataset, Features, Image, Value
+
     features = Features({"prompt": Value("string"), "picture": Image(decode=True)})
     picture = {"path": "https://example.org/x.png", "bytes": None}
     made = Dataset.from_dict({"prompt": ["a"], "picture": [picture]}, features=features)

@@ -23,6 +23,7 @@ MOST = 200
 
 @contextmanager
 def environments(name: str, **settings: Any) -> Iterator[Environments[str]]:
+    before = hosts()
     place = name if ":" in name or name in ENVIRONMENTS else f"{TOOLS}:{name}"
     made = Environments[str](EnvironmentConfig.model_validate({"class": place, **settings}), MOST)
     try:
@@ -30,7 +31,25 @@ def environments(name: str, **settings: Any) -> Iterator[Environments[str]]:
         yield made
     finally:
         made.close()
-    assert not [pid for pid in descendants(os.getpid()) if "environments" in _command(pid)]
+    assert hosts() <= before
+
+
+@pytest.fixture(scope="module")
+def counters() -> Iterator[Environments[str]]:
+    """For tests that name their episodes differently, as those of the next are."""
+    with environments("Counter", options={"step": 10}) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Iterator[Environments[str]]:
+    with environments("Hostile") as made:
+        yield made
+
+
+def hosts() -> set[int]:
+    """The processes of environments that there are."""
+    return {pid for pid in descendants(os.getpid()) if "environments" in _command(pid)}
 
 
 def _command(pid: int) -> str:
@@ -66,29 +85,28 @@ def test_an_environment_is_of_one_kind(given: dict[str, str]) -> None:
         EnvironmentConfig.model_validate(given)
 
 
-def test_each_episode_has_an_instance_that_lives_until_its_end() -> None:
-    with environments("Counter", options={"step": 10}) as made:
-        names = [one["function"]["name"] for one in made.tools()]
-        assert names == ["add", "later", "meet"]
-        assert made.tools()[0]["function"]["parameters"]["required"] == ["count"]
-        ask(made, "a", call("add", 1), call("later", count=5), start=100, other="ignored")
-        ask(made, "b", call("add", 2))
-        found = answers(made)
-        assert texts(found["a"]) == ["total 110", '{"total": 115}']
-        assert texts(found["b"]) == ["total 20"]
-        # neither would end before the other has begun
-        ask(made, "b", call("meet", 2), call("meet", 1), call("add", 1), call("meet", "x", "y"))
-        told = texts(answers(made)["b"])
-        assert told[:3] == ["2", "1", "total 30"]
-        assert told[3].startswith("meet: too many positional arguments")
-        made.ask("a", {}, [Turn([call("add", 1)])], wants_reward=True)
-        again = answers(made)["a"]
-        assert texts(again) == ["total 125"]
-        assert (made.has_turn_reward, again.turn_reward) == (False, None)
-        assert again.reward == 125.0
-        made.end("a")
-        ask(made, "a", call("add", 1))
-        assert texts(answers(made)["a"]) == ["total 10"]
+def test_each_episode_has_an_instance_that_lives_until_its_end(counters: Environments[str]) -> None:
+    names = [one["function"]["name"] for one in counters.tools()]
+    assert names == ["add", "later", "meet"]
+    assert counters.tools()[0]["function"]["parameters"]["required"] == ["count"]
+    ask(counters, "a", call("add", 1), call("later", count=5), start=100, other="ignored")
+    ask(counters, "b", call("add", 2))
+    found = answers(counters)
+    assert texts(found["a"]) == ["total 110", '{"total": 115}']
+    assert texts(found["b"]) == ["total 20"]
+    # neither would end before the other has begun
+    ask(counters, "b", call("meet", 2), call("meet", 1), call("add", 1), call("meet", "x", "y"))
+    told = texts(answers(counters)["b"])
+    assert told[:3] == ["2", "1", "total 30"]
+    assert told[3].startswith("meet: too many positional arguments")
+    counters.ask("a", {}, [Turn([call("add", 1)])], wants_reward=True)
+    again = answers(counters)["a"]
+    assert texts(again) == ["total 125"]
+    assert (counters.has_turn_reward, again.turn_reward) == (False, None)
+    assert again.reward == 125.0
+    counters.end("a")
+    ask(counters, "a", call("add", 1))
+    assert texts(answers(counters)["a"]) == ["total 10"]
 
 
 def test_each_turn_has_a_reward_also_one_without_calls_or_that_was_answered_elsewhere() -> None:
@@ -110,27 +128,24 @@ def test_each_turn_has_a_reward_also_one_without_calls_or_that_was_answered_else
         assert (failure.kind, failure.message) == ("ValueError", "ValueError: too large")
 
 
-def test_turns_that_were_answered_elsewhere_are_made_up_for() -> None:
-    with environments("Counter") as made:
-        made.ask(
-            "a", {"start": 5}, [Turn([call("add", 1), call("add", 2)]), Turn([call("add", 3)])]
-        )
-        assert texts(answers(made)["a"]) == ["total 11"]
+def test_turns_that_were_answered_elsewhere_are_made_up_for(counters: Environments[str]) -> None:
+    turns = [Turn([call("add", 1), call("add", 2)]), Turn([call("add", 3)])]
+    counters.ask("behind", {"start": 5}, turns)
+    assert texts(answers(counters)["behind"]) == ["total 65"]
 
 
-def test_what_is_wrong_with_a_call_is_told_to_the_model() -> None:
-    with environments("Counter") as made:
-        wrong = [call("nothing"), call("reset"), call("__init__"), call("add"), call("add", 1, 2)]
-        ask(made, "a", *wrong, call("add", x=1), call("add", "1"), call("add", 1))
-        (answer,) = answers(made).values()
-        assert [one.kind for one in answer.results] == ["error"] * 7 + ["ok"]
-        said = texts(answer)
-        assert said[0] == "there is no tool 'nothing'; the tools are add, later, meet"
-        assert "no tool 'reset'" in said[1]
-        assert "no tool '__init__'" in said[2]
-        assert "missing a required argument: 'count'" in said[3]
-        assert said[6].startswith("TypeError")
-        assert said[7] == "total 1"
+def test_what_is_wrong_with_a_call_is_told_to_the_model(counters: Environments[str]) -> None:
+    wrong = [call("nothing"), call("reset"), call("__init__"), call("add"), call("add", 1, 2)]
+    ask(counters, "wrong", *wrong, call("add", x=1), call("add", "1"), call("add", 1))
+    (answer,) = answers(counters).values()
+    assert [one.kind for one in answer.results] == ["error"] * 7 + ["ok"]
+    said = texts(answer)
+    assert said[0] == "there is no tool 'nothing'; the tools are add, later, meet"
+    assert "no tool 'reset'" in said[1]
+    assert "no tool '__init__'" in said[2]
+    assert "missing a required argument: 'count'" in said[3]
+    assert said[6].startswith("TypeError")
+    assert said[7] == "total 10"
 
 
 @pytest.mark.few(1)
@@ -176,26 +191,24 @@ FORGED = {
 """Lines that a tool writes as its episode, and the kinds of the failures."""
 
 
-def test_a_line_of_an_episode_is_only_what_it_may_be() -> None:
-    with environments("Hostile") as made:
-        tools = list(made.tools())
-        ask(made, "good", call("lie"))
-        for line in FORGED:
-            ask(made, line, call("forge", line))
-        found = answers(made)
-        kinds = {line: one.failure.kind for line, one in found.items() if one.failure}
-        assert kinds == FORGED
-        assert found[list(FORGED)[-1]].failure == Failure(kinds[list(FORGED)[-1]], "b\\x1b[2J")
-        ask(made, "good", call("lie"))  # its process is still there
-        assert texts(answers(made)["good"]) == ["short"]
-        assert made.tools() == tools
+def test_a_line_of_an_episode_is_only_what_it_may_be(hostile: Environments[str]) -> None:
+    tools = list(hostile.tools())
+    ask(hostile, "good", call("lie"))
+    for line in FORGED:
+        ask(hostile, line, call("forge", line))
+    found = answers(hostile)
+    kinds = {line: one.failure.kind for line, one in found.items() if one.failure}
+    assert kinds == FORGED
+    assert found[list(FORGED)[-1]].failure == Failure(kinds[list(FORGED)[-1]], "b\\x1b[2J")
+    ask(hostile, "good", call("lie"))  # its process is still there
+    assert texts(answers(hostile)["good"]) == ["short"]
+    assert hostile.tools() == tools
 
 
-def test_a_flood_is_cut_and_text_is_text() -> None:
-    with environments("Hostile") as made:
-        ask(made, "a", call("flood"), call("control"))
-        (answer,) = answers(made).values()
-        assert answer.results == (Result("cut", "y" * MOST), Result("ok", "<eos><pad>?<bos>"))
+def test_a_flood_is_cut_and_text_is_text(hostile: Environments[str]) -> None:
+    ask(hostile, "flooded", call("flood"), call("control"))
+    (answer,) = answers(hostile).values()
+    assert answer.results == (Result("cut", "y" * MOST), Result("ok", "<eos><pad>?<bos>"))
 
 
 def test_when_the_host_is_killed_its_episodes_fail_and_others_are_served() -> None:
@@ -215,14 +228,13 @@ def test_when_the_host_is_killed_its_episodes_fail_and_others_are_served() -> No
         assert failure.kind == "crash"
 
 
-def test_an_episode_that_is_ended_is_not_answered() -> None:
-    with environments("Hostile", deadline_s=3600.0) as made:
-        ask(made, "a", call("hang"))
-        made.poll(0.5)
-        made.end("a")
-        assert made.num_waiting == 0
-        ask(made, "b", call("lie"))
-        assert answers(made).keys() == {"b"}
+def test_an_episode_that_is_ended_is_not_answered(hostile: Environments[str]) -> None:
+    ask(hostile, "a", call("hang"))
+    hostile.poll(0.5)
+    hostile.end("a")
+    assert hostile.num_waiting == 0
+    ask(hostile, "b", call("lie"))
+    assert answers(hostile).keys() == {"b"}
 
 
 def test_a_reset_that_raises_fails_the_episode() -> None:
@@ -233,15 +245,16 @@ def test_a_reset_that_raises_fails_the_episode() -> None:
         assert (failure.kind, failure.message) == ("reset", "KeyError: 'nothing'")
 
 
-def test_what_reset_returns_is_for_the_prompt_and_told_once() -> None:
+def test_what_reset_returns_is_for_the_prompt_and_told_once(
+    counters: Environments[str],
+) -> None:
     with environments("Speaks") as made:
         assert made.opens
         made.ask("a", {"name": "<eos>"}, [])
         assert answers(made)["a"] == TurnAnswer(opening="hello <eos>", seconds=ANY)
         ask(made, "a", call("act"))
         assert answers(made)["a"] == TurnAnswer((Result("ok", "1"),), seconds=ANY)
-    with environments("Counter") as made:
-        assert not made.opens  # its reset is annotated to return None
+    assert not counters.opens  # its reset is annotated to return None
 
 
 def test_a_reset_that_returns_text_against_its_annotation_is_refused() -> None:

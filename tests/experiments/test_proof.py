@@ -152,6 +152,7 @@ SMALL = (
 )
 
 
+@pytest.mark.exhaustive
 def test_wgrad_in_bf16_is_nearer_to_the_exact_gradient() -> None:
     config, random = load_config(RECIPE, SMALL), Random(0)
     found = gradients.measure(starter_folder(), config, lambda *_: float(random.random() < 0.5))
@@ -193,6 +194,7 @@ def test_a_start_of_the_ladder_ends_when_it_solves_enough(tmp_path: Path) -> Non
     assert ladder.train_start(a_start(tmp_path)) == 0
 
 
+@pytest.mark.exhaustive
 def test_a_start_that_never_solves_enough_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

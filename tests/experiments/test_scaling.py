@@ -67,6 +67,7 @@ def test_nobody_is_faster_than_one_that_waits_for_none(scaling_: __main__.Scalin
         assert min(row["phases_s"].values()) >= -1e-9
 
 
+@pytest.mark.exhaustive
 def test_memory_is_that_of_the_plan() -> None:
     """Whole published weights of 70B are too much for 8, 16 and 32 GPUs."""
     assert room(MODEL, 1, 1).recompute == "mlp"

@@ -19,14 +19,6 @@ from isobit.util.errors import CheckpointError
 MakeConfig = Callable[..., RunConfig]
 
 
-@pytest.fixture(scope="module")
-def finished(values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with the checkpoints of steps 4 and 6."""
-    output = tmp_path_factory.mktemp("damage") / "run"
-    train(RunConfig.model_validate({**values, "output": output}))
-    return output
-
-
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) * 2 // 3] ^= 0x10
@@ -65,14 +57,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     name: str,
     damage: Callable[[Path], None],
     reason: str,
-    finished: Path,
+    uninterrupted: Path,
     make_config: MakeConfig,
     expected: dict[str, Any],
     outcome: Callable[[Path], dict[str, Any]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = make_config()
-    shutil.copytree(finished, config.output)
+    shutil.copytree(uninterrupted, config.output)
     path = config.output / "checkpoints" / "step_000006" / name
     damage(path)
     train(config, resume=True)
@@ -86,14 +78,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
 
 
 def test_a_file_of_the_run_shorter_than_the_checkpoint_says_rules_that_checkpoint_out(
-    finished: Path,
+    uninterrupted: Path,
     make_config: MakeConfig,
     expected: dict[str, Any],
     outcome: Callable[[Path], dict[str, Any]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = make_config()
-    shutil.copytree(finished, config.output)
+    shutil.copytree(uninterrupted, config.output)
     os.truncate(
         config.output / "metrics.jsonl", (config.output / "metrics.jsonl").stat().st_size - 5
     )
@@ -103,10 +95,10 @@ def test_a_file_of_the_run_shorter_than_the_checkpoint_says_rules_that_checkpoin
 
 
 def test_none_usable_is_an_error_that_lists_them_and_changes_nothing(
-    finished: Path, make_config: MakeConfig
+    uninterrupted: Path, make_config: MakeConfig
 ) -> None:
     config = make_config()
-    shutil.copytree(finished, config.output)
+    shutil.copytree(uninterrupted, config.output)
     for step in ("step_000004", "step_000006"):
         flip(config.output / "checkpoints" / step / "masters.safetensors")
     with pytest.raises(CheckpointError) as error:
@@ -126,14 +118,14 @@ def test_none_usable_is_an_error_that_lists_them_and_changes_nothing(
 
 
 def test_leftovers_go_with_a_line_and_other_names_are_ignored_with_one(
-    finished: Path,
+    uninterrupted: Path,
     make_config: MakeConfig,
     expected: dict[str, Any],
     outcome: Callable[[Path], dict[str, Any]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = make_config()
-    shutil.copytree(finished, config.output)
+    shutil.copytree(uninterrupted, config.output)
     checkpoints = config.output / "checkpoints"
     (checkpoints / ".step_000008.partial").mkdir()
     (checkpoints / ".step_000002.deleted").mkdir()
@@ -153,9 +145,9 @@ def test_leftovers_go_with_a_line_and_other_names_are_ignored_with_one(
     assert outcome(config.output) == expected
 
 
-def test_a_lost_run_json_is_written_again(finished: Path, make_config: MakeConfig) -> None:
+def test_a_lost_run_json_is_written_again(uninterrupted: Path, make_config: MakeConfig) -> None:
     config = make_config()
-    shutil.copytree(finished, config.output)
+    shutil.copytree(uninterrupted, config.output)
     (config.output / "run.json").unlink()
     train(config, resume=True)
     assert json.loads((config.output / "run.json").read_text())["config"]["seed"] == config.seed

@@ -124,6 +124,7 @@ def test_a_killed_run_makes_the_change_again_without_running_out_of_memory(
     assert "out of memory" not in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_a_kill_while_the_line_is_written_runs_out_of_memory_once_more(
     lowered: dict[str, Any], make_config: MakeConfig, outcome: Outcome
 ) -> None:

@@ -92,7 +92,9 @@ def test_rewards_of_repeated_steps_are_not_asked_for_again(
         encoding="utf-8",
     )
     config = make_config(
-        reward={"function": f"{tmp_path / 'moody.py'}:reward"}, checkpoint={"every": 0}
+        reward={"function": f"{tmp_path / 'moody.py'}:reward"},
+        training={"steps": 3},
+        checkpoint={"every": 0},
     )
     train(config)
     first = outcome(config.output)
@@ -102,10 +104,13 @@ def test_rewards_of_repeated_steps_are_not_asked_for_again(
 
 
 def test_a_finished_run_may_be_resumed_and_stays_as_it_is(
-    make_config: MakeConfig, expected: dict[str, Any], outcome: Callable[[Path], dict[str, Any]]
+    make_config: MakeConfig,
+    uninterrupted: Path,
+    expected: dict[str, Any],
+    outcome: Callable[[Path], dict[str, Any]],
 ) -> None:
     config = make_config()
-    train(config)
+    shutil.copytree(uninterrupted, config.output)
     train(config, resume=True)
     assert outcome(config.output) == expected
 
@@ -258,6 +263,7 @@ def test_the_command_line_resumes_from_recipe_or_directory(
 def test_interrupted_again_while_it_takes_rewards_from_the_record(
     make_config: MakeConfig,
     monkeypatch: pytest.MonkeyPatch,
+    uninterrupted: Path,
     expected: dict[str, Any],
     outcome: Callable[[Path], dict[str, Any]],
 ) -> None:
@@ -266,7 +272,7 @@ def test_interrupted_again_while_it_takes_rewards_from_the_record(
     and behind it in the run.
     """
     config = make_config()
-    train(config)
+    shutil.copytree(uninterrupted, config.output)
     for step in (4, 6):
         shutil.rmtree(config.output / "checkpoints" / f"step_{step:06}", ignore_errors=True)
     log_step = RlLog.step

@@ -6,8 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
@@ -65,6 +63,9 @@ def tables(draw: st.DrawFn) -> dict[str, Any]:
 def test_frequencies_and_attention_factor_are_those_of_transformers(
     table: dict[str, Any], theta: float, head_dim: int
 ) -> None:
+    from transformers import LlamaConfig  # here: it takes 2 s of each worker
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     hf = LlamaConfig(
         hidden_size=HIDDEN,
         num_attention_heads=2,

@@ -44,6 +44,7 @@ def test_nothing_differs_and_everything_happened(shape: str) -> None:
     assert result.scenarios[0].stats.preemptions > 0
 
 
+@pytest.mark.exhaustive
 def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, in_rollout: Callable[[], bool]) -> None:
     exact = head.log_softmax
     monkeypatch.setattr(

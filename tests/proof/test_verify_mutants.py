@@ -177,6 +177,7 @@ def test_noise_keyed_by_the_row_in_the_batch(
     assert result.as_json()["completions_differing"] == result.redrawn[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["bf16", "fp8-linear", "fp8-rollout", "int8", "fp32"])
 def test_completions_are_the_same_in_every_batch(tiny_folder: Path, preset: Preset) -> None:

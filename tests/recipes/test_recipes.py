@@ -229,8 +229,8 @@ def test_the_quickstart_measures_what_it_promises() -> None:
 def test_fine_tuning_on_worked_examples_lowers_the_loss(tmp_path: Path) -> None:
     small = {
         **FEW_ROWS,
-        "training__steps": 6,
-        "training__prompts_per_step": 16,
+        "training__steps": 4,
+        "training__prompts_per_step": 8,
         "data__eval__held_out__limit": 16,
     }
     summary = run("sft", "fine_tune", tmp_path / "run", training__learning_rate=1e-4, **small)
@@ -275,7 +275,7 @@ def test_a_reward_model_learns_from_the_shipped_pairs_and_scores_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = {**FEW_ROWS, "training__prompts_per_step": 16, "data__eval__held_out__limit": 16}
-    summary = run("sft", "reward_model", tmp_path / "run", training__steps=8, **small)
+    summary = run("sft", "reward_model", tmp_path / "run", training__steps=4, **small)
     before, after = summary["loss_before"], summary["loss_after"]
     assert isinstance(before, float) and isinstance(after, float)
     assert after < before

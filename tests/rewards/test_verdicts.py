@@ -14,11 +14,12 @@ import pytest
 
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Prompt
-from isobit.rewards.graders import math as mathematics
-from isobit.rewards.graders import text as texts
-from isobit.rewards.graders.text import MissingReferenceError, UnreadableReferenceError
+from isobit.rewards.graders.text import (
+    MissingReferenceError,
+    UnreadableReferenceError,
+    exact_match,
+)
 
-GRADERS = {"math_verify": mathematics.score, "exact_match": texts.exact_match}
 UNUSABLE = {"missing": MissingReferenceError, "unreadable": UnreadableReferenceError}
 ROWS: list[dict[str, Any]] = [
     json.loads(line)
@@ -27,9 +28,12 @@ ROWS: list[dict[str, Any]] = [
 
 
 def verdict(row: dict[str, Any]) -> Any:
+    from isobit.rewards.graders.math import score
+
+    graders = {"math_verify": score, "exact_match": exact_match}
     prompt = Prompt("train/0", "", (1,), {"answer": row["reference"]})
     completion = Completion(TokenSequence.of_answer((1,), (2,)), row["completion"], "stop")
-    grader = GRADERS[row.get("grader", "math_verify")]
+    grader = graders[row.get("grader", "math_verify")]
     try:
         return grader(prompt, completion, **row.get("options", {}))
     except (MissingReferenceError, UnreadableReferenceError) as error:

@@ -137,10 +137,10 @@ def test_an_adapter_of_nans_fails_its_requests_alone(
     """Those of others have the bits that they have without it, in pages that it has had."""
     policy = served(base, folders, "fp8").policy
     sizes = ROOMY if runner == "delayed" else TIGHT
-    wanted = [one for name in (None, "third") for one in asked(name)[2:]]
+    wanted = [one for name in (None, "third") for one in asked(name)[3:]]
     expected = drawn(policy, wanted, "direct", **ROOMY)
     poison(policy, "first")
-    bad = [replace(one, samples=1) for one in asked("first")[2:]]
+    bad = [replace(one, samples=1) for one in asked("first")[3:]]
     config = RolloutConfig.model_validate({"max_sequences": 8} | sizes)
     engine = NativeEngine(policy, config, None, 0, RUNNERS[runner])
     rows = zip(wanted[: len(bad)], bad, wanted[len(bad) :], strict=True)

@@ -53,7 +53,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 @cache
 def policy_of(preset: Preset) -> Policy:
     """Sharper than a fresh model, so that tokens and neighbours matter."""
-    policy = random_policy(tiny_model(num_layers=2), PrecisionConfig(preset=preset), 0)
+    policy = random_policy(tiny_model(), PrecisionConfig(preset=preset), 0)
     with torch.no_grad():
         for name, master in policy.masters.items():
             if name.endswith("proj.weight") or name == "embed_tokens.weight":

@@ -244,6 +244,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.few(1)
 @both_executors
 @pytest.mark.parametrize("name", POLICIES)

@@ -31,7 +31,7 @@ def requests() -> list[Request]:
     generator = torch.Generator().manual_seed(3)
     made: list[Request] = []
     for index, (length, samples, new) in enumerate(
-        [(50, 3, 16), (60, 2, 7), (3, 1, 70), (140, 1, 4)]
+        [(50, 2, 16), (60, 2, 7), (61, 1, 6), (140, 1, 4)]
     ):
         token_ids = tuple(torch.randint(0, 300, (length,), generator=generator).tolist())
         sampling = SamplingParams(new, float(index != 1), top_k=40 if index == 2 else 0)

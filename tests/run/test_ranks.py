@@ -19,7 +19,7 @@ from isobit.run.loop import train
 from isobit.starter import starter_folder
 from tests.worlds import in_world
 
-STEPS = 6
+STEPS = 4
 SHAPE: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 128,
@@ -78,8 +78,8 @@ def run(world: World, case: dict[str, Any]) -> None:
                 "learning_rate": 1e-2,
                 "moments": case["moments"],
             },
-            "evaluation": {"every": 3},
-            "checkpoint": {"every": 3, "keep_last": 2},
+            "evaluation": {"every": 2},
+            "checkpoint": {"every": 2, "keep_last": 2},
             **case.get("settings", {}),
         }
     )

@@ -150,6 +150,7 @@ def test_it_is_resumed_to_the_same_files(
     assert [line.partition(":")[0] for line in found.equal][-2:] == ["checkpoints", "model"]
 
 
+@pytest.mark.few(2)  # of the kinds that the quick suite runs above
 def test_a_reward_that_differs_is_of_the_step_that_it_is_of(run: Path, other: Path) -> None:
     """The version of the weights that the record names is another number."""
     lines = json_lines(other / "rewards.jsonl")

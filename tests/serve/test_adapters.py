@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import torch
 
@@ -66,6 +65,8 @@ def alone(folder: Path, text: str, seed: int) -> list[Completion]:
 
 
 def test_models_are_listed_with_their_parent(server: Running, folders: dict[str, Path]) -> None:
+    import openai
+
     client = openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0)
     found = {one.id: one.model_extra or {} for one in client.models.list().data}
     assert [*found] == [*NAMES]

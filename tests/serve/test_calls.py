@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import openai
 import pytest
 
 from isobit.config.environment import ToolFormat
@@ -113,6 +112,8 @@ def test_a_conversation_with_calls_by_the_client(server: Running) -> None:
     """Hot samples of a model of which most capitals are calls, whole and streamed; then the
     results of the calls are told to the model.
     """
+    import openai
+
     client = openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0, timeout=120)
     messages: list[Any] = [{"role": "user", "content": "3+8="}]
     asked: Any = {

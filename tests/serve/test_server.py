@@ -3,9 +3,8 @@
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
 from isobit.config.rollout import RolloutConfig
@@ -17,6 +16,9 @@ from isobit.rollout.requests import Request
 from isobit.rollout.sequence import decode
 from tests.serve.servers import KEY, Running, choices, events
 
+if TYPE_CHECKING:
+    from openai import OpenAI
+
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 ASKED: dict[str, Any] = {
     "model": "chatty", "prompt": ["3+8+2+9=", "1+1="], "n": 2, "seed": 7, "max_tokens": 24,
@@ -25,7 +27,9 @@ ASKED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def client(server: Running) -> openai.OpenAI:
+def client(server: Running) -> "OpenAI":
+    import openai
+
     return openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0)
 
 
@@ -44,14 +48,16 @@ def drawn(
     return generate(NativeEngine(model.policy, RolloutConfig(), model.tokenizer, 0), [request])[0]
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models(client: "OpenAI") -> None:
     (one,) = client.models.list().data
     assert one.id == "chatty" and client.models.retrieve("chatty") == one
+    import openai
+
     with pytest.raises(openai.NotFoundError, match="there is no model 'other' here"):
         client.models.retrieve("other")
 
 
-def test_a_completion_is_what_the_engine_draws(client: openai.OpenAI, model: LoadedModel) -> None:
+def test_a_completion_is_what_the_engine_draws(client: "OpenAI", model: LoadedModel) -> None:
     made = client.completions.create(
         model="chatty", prompt="3+8+2+9=", n=3, seed=5, max_tokens=20, logprobs=0,
         extra_body={"return_token_ids": True, "top_k": 30},
@@ -147,7 +153,7 @@ def test_a_stream_adds_up_to_the_answer(server: Running) -> None:
             }
 
 
-def test_choices_are_streamed_side_by_side_with_their_alternatives(client: openai.OpenAI) -> None:
+def test_choices_are_streamed_side_by_side_with_their_alternatives(client: "OpenAI") -> None:
     def ask(**how: Any) -> Any:
         return client.chat.completions.create(
             model="chatty", messages=[{"role": "user", "content": "3+8+2+9="}], seed=3, n=3,
@@ -179,7 +185,7 @@ def test_alternatives_hold_the_drawn_token_with_its_own_bits(server: Running) ->
             assert len(top) == 3 or log_prob < min(v for t, v in top.items() if t != token)
 
 
-def test_stop_strings_and_lengths(client: openai.OpenAI) -> None:
+def test_stop_strings_and_lengths(client: "OpenAI") -> None:
     plain = client.completions.create(model="chatty", prompt="3+8+2+9=", seed=3, max_tokens=16)
     text = plain.choices[0].text
     assert plain.choices[0].finish_reason == "stop" and len(text) > 1
@@ -217,7 +223,7 @@ def test_echo_scores_the_prompt_as_lm_eval_reads_it(server: Running, model: Load
         assert min(one["rank"] for one in table.values()) == 1
 
 
-def test_chat(client: openai.OpenAI, server: Running, model: LoadedModel) -> None:
+def test_chat(client: "OpenAI", server: Running, model: LoadedModel) -> None:
     messages: Any = [{"role": "user", "content": "3+8+2+9="}]
     made = client.chat.completions.create(
         model="chatty", messages=messages, seed=2, n=2, logprobs=True, top_logprobs=2,

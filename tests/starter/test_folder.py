@@ -80,7 +80,7 @@ def test_there_is_much_to_learn_and_a_way_to_it() -> None:
         load_policy(FOLDER, PrecisionConfig(preset="fp8")),
         load_tokenizer(FOLDER),
         FOLDER / "held_out.jsonl",
-        limit=200,
+        limit=100,
     )
     assert 0.2 < figures.greedy_accuracy < 0.65
     assert 0.2 < figures.sampled_worked_out < 0.5

@@ -41,14 +41,18 @@ def asked() -> str:
     return kernels_sha256.__wrapped__()
 
 
-def test_the_digest_is_that_of_the_source(entries: Path) -> None:
+def test_the_digest_is_that_of_the_source(entries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the formats alone, which are soon parsed."""
     package = Path(str(isobit.__file__)).parent
     sources = {
-        ".".join(path.relative_to(package.parent).with_suffix("").parts): path.read_text()
+        ".".join(path.relative_to(package.parent).with_suffix("").parts): path.read_bytes()
         for folder in ("kernels", "precision")
         for path in (package / folder).rglob("*.py")
     }
-    digest = definitions_sha256(sources)
+    assert kernels_digest._sources() == sources
+    few = {name: source for name, source in sources.items() if ".precision" in name}
+    monkeypatch.setattr(kernels_digest, "_sources", lambda: few)
+    digest = definitions_sha256({name: source.decode() for name, source in few.items()})
     assert [asked(), asked()] == [digest, digest]
     assert len(list(entries.iterdir())) == 1
 

@@ -63,6 +63,7 @@ def test_the_card_tells_of_the_run_that_made_the_weights(
         "data.train.path": tmp_path / "text" / "text.jsonl",
         "data.eval.held_out.path": tmp_path / "text" / "held_out_text.jsonl",
         "data.eval.held_out.limit": 2,
+        "rollout.max_new_tokens": 4,
         "training.steps": 1,
         "threads": 1,
     }

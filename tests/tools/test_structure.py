@@ -222,7 +222,9 @@ def test_the_package_table_keeps_the_words_of_the_page() -> None:
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """This tree's step, traced once, by a process of its own, which is forked."""
+    """This tree's step, traced once, by a process of its own, which is forked.  It takes some 15 s,
+    and ``make lint`` traces it too.
+    """
     folder = tmp_path_factory.mktemp("trace")
 
     def run(words: list[str], **_: Any) -> CompletedProcess[str]:
@@ -254,6 +256,7 @@ def test_environment_and_lag_are_followed_to_the_gradient_too(traced: dict[str, 
     assert "run/pending.py" in traced["lag_files"]
 
 
+@pytest.mark.exhaustive
 def test_a_configuration_is_followed_until_a_weight_is_read(traced: dict[str, Any]) -> None:
     assert next(iter(traced["config_files"])) == "run/loop.py"
     assert not any(
@@ -262,11 +265,13 @@ def test_a_configuration_is_followed_until_a_weight_is_read(traced: dict[str, An
     assert all(" -> " in climb for climb in traced["climbs"])
 
 
+@pytest.mark.exhaustive
 def test_a_weight_is_followed_to_its_first_gemm(traced: dict[str, Any]) -> None:
     assert any(file.endswith("spec/linear.py") for file in traced["weight_files"])
     assert "models/policy.py" in traced["weight_files"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("span", "package"), [("checkpoint", "store"), ("log", "observe"), ("reward", "rewards")]
 )

@@ -21,7 +21,7 @@ from isobit.training.trainer import Trainer
 from tests.tiny import tiny_model
 
 TINY = tiny_model(
-    intermediate_size=256, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=64, max_positions=512
+    intermediate_size=256, num_heads=2, num_kv_heads=1, head_dim=64, max_positions=512
 )
 
 

@@ -235,7 +235,7 @@ def test_a_gradient_that_is_not_finite_in_one_master_skips_the_step(
     make_trainer: MakeTrainer, make_groups: MakeGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer()
-    name = "layers.1.down_proj.weight"
+    name = "layers.0.down_proj.weight"
     done = trainer.policy.gradient.done
 
     def with_nan(group: int) -> None:

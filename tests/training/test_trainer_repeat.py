@@ -49,13 +49,13 @@ def test_one_bit_of_one_gradient(
         exact(self, *gradients)
         calls.append(self)
         if len(calls) == 2:
-            grad = trainer.policy.masters["layers.1.o_proj.weight"].grad
+            grad = trainer.policy.masters["layers.0.o_proj.weight"].grad
             assert grad is not None
             grad.view(torch.int32)[3, 5] ^= 1
 
     monkeypatch.setattr(ScoredPass, "backward", backward)
     found = trainer.repeat(batches(trainer, make_groups), GRPO, 1)
-    assert found.differing == ("layers.1.o_proj.weight",)
+    assert found.differing == ("layers.0.o_proj.weight",)
 
 
 def test_one_bit_of_a_weight_between_the_passes(

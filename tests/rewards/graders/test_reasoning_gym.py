@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reasoning_gym.factory import DATASETS
 
 from isobit.config.data import ReasoningGymData
 from isobit.data.sources import load_rows
@@ -129,6 +128,8 @@ def executes_answer(task: str) -> bool:
     """Whether the task's ``score_answer`` calls an evaluating function with ``answer`` among its
     arguments.
     """
+    from reasoning_gym.factory import DATASETS
+
     tree = ast.parse(textwrap.dedent(inspect.getsource(DATASETS[task][0].score_answer)))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     evaluating = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in EVALUATING]
@@ -143,6 +144,8 @@ def executes_answer(task: str) -> bool:
 
 
 def test_the_list_of_executing_scorers_is_complete() -> None:
+    from reasoning_gym.factory import DATASETS
+
     assert {task for task in DATASETS if executes_answer(task)} == EXECUTES_ANSWERS
 
 
@@ -154,6 +157,8 @@ def test_a_scorer_that_pays_for_any_answer_is_refused(task: str) -> None:
 
 def test_the_refused_ones_do_pay() -> None:
     """What would show that a newer library has mended them."""
+    from reasoning_gym.factory import DATASETS
+
     for task, wrong in (("coin_flip", "0"), ("game_of_life_halting", "banana")):
         made = DATASETS[task][0](DATASETS[task][1](size=20, seed=0))
         entries = [made[index] for index in range(20)]
@@ -259,6 +264,8 @@ answer where a text holds it.
 @pytest.mark.exhaustive
 def test_no_hostile_answer_hangs_breaks_or_wins_a_task() -> None:
     """Every task of the library against every answer of `hostile_answers`, in another process."""
+    from reasoning_gym.factory import DATASETS
+
     script = Path(__file__).with_name("hostile_answers.py")
     source = Path(grader.__file__).parents[3]
     swept = subprocess.run(
