@@ -7,9 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.kernels.backend import backend_of
 from isobit.kernels.noise import FIRST, SECOND, AdamWFactors, noise_key, num_groups, splitmix64
 from isobit.kernels.spec import optimiser

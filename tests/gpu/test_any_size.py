@@ -6,16 +6,6 @@ format allows.
 import pytest
 import torch
 
-from isobit.kernels.operands import LinearWeight
-from isobit.kernels.spec import linear as linear_specification
-from isobit.kernels.spec import quantise as specification
-from isobit.kernels.spec.linear import fp8_gemm_nt as gemm_specification
-from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import BLOCK, QuantTensor, ScaleKind, block_sizes, num_blocks
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.kernels.hopper.device_functions import padded_size
 from isobit.kernels.hopper.gemm import (
     BackEnd,
@@ -51,6 +41,12 @@ from isobit.kernels.hopper.token_groups import (
     swiglu_both,
     swiglu_tokens,
 )
+from isobit.kernels.operands import LinearWeight
+from isobit.kernels.spec import linear as linear_specification
+from isobit.kernels.spec import quantise as specification
+from isobit.kernels.spec.linear import fp8_gemm_nt as gemm_specification
+from isobit.precision.flow import Site
+from isobit.precision.quant_tensor import BLOCK, QuantTensor, ScaleKind, block_sizes, num_blocks
 
 KINDS: list[ScaleKind] = ["power_of_two", "fp32"]
 BACK_ENDS: list[BackEnd] = (

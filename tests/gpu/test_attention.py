@@ -8,12 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.kernels.spec.qkv import Heads, factors
-from isobit.precision.quant_tensor import E4M3, Format
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.kernels.hopper.attention import (
     PART,
     TILE,
@@ -22,6 +16,8 @@ from isobit.kernels.hopper.attention import (
     decode_attention,
     prefill_attention,
 )
+from isobit.kernels.spec.qkv import Heads, factors
+from isobit.precision.quant_tensor import E4M3, Format
 
 LAYOUTS = [(32, 8, 128), (16, 8, 128), (14, 2, 64), (16, 1, 64), (8, 8, 128)]
 FORMS: list[Format] = ["e4m3", "int8", "bf16"]

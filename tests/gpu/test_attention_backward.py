@@ -8,14 +8,10 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from isobit.kernels.spec.qkv import Heads, factors
-from isobit.precision.quant_tensor import Format
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.kernels.hopper.attention import PackedKeys, prefill_attention
 from isobit.kernels.hopper.attention_backward import attention_backward
+from isobit.kernels.spec.qkv import Heads, factors
+from isobit.precision.quant_tensor import Format
 
 LAYOUTS = [(32, 8, 128), (16, 1, 128), (8, 8, 128), (14, 2, 64), (16, 1, 64), (4, 4, 64)]
 LENGTHS = [1, 63, 64, 65, 127, 128, 129, 700, 3000]

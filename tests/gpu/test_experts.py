@@ -9,25 +9,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from isobit.kernels.operands import (
-    ExpertGradients,
-    LinearInput,
-    LinearWeight,
-    RouterLoss,
-    Routing,
-    router_losses,
-    sequence_means,
-)
-from isobit.kernels.spec import experts as routing_specification
-from isobit.kernels.spec import experts as specification
-from isobit.kernels.spec import linear as dense_specification
-from isobit.kernels.spec.quantise import publish as publish_on_cpu
-from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import Format, QuantTensor, ScaleKind
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.kernels.backend import backend_of
 from isobit.kernels.hopper.dispatch import gather, make_dispatch, most_rows
 from isobit.kernels.hopper.experts import (
@@ -44,6 +25,21 @@ from isobit.kernels.hopper.grouped_gemm import ExpertMatrices, grouped_gemm_nt
 from isobit.kernels.hopper.linear import linear, linear_input
 from isobit.kernels.hopper.pointwise import swiglu_input
 from isobit.kernels.hopper.quantise import publish
+from isobit.kernels.operands import (
+    ExpertGradients,
+    LinearInput,
+    LinearWeight,
+    RouterLoss,
+    Routing,
+    router_losses,
+    sequence_means,
+)
+from isobit.kernels.spec import experts as routing_specification
+from isobit.kernels.spec import experts as specification
+from isobit.kernels.spec import linear as dense_specification
+from isobit.kernels.spec.quantise import publish as publish_on_cpu
+from isobit.precision.flow import Site
+from isobit.precision.quant_tensor import Format, QuantTensor, ScaleKind
 
 BACK_ENDS: list[Literal["deep_gemm", "triton"]] = (
     ["triton"] if why_not_deep_gemm() else ["deep_gemm", "triton"]

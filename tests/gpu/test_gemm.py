@@ -7,16 +7,12 @@ from typing import Literal
 import pytest
 import torch
 
+from isobit.kernels.hopper.gemm import BackEnd, bf16_gemm_nt, fp8_gemm_nt, why_not_deep_gemm
+from isobit.kernels.hopper.quantise import publish_blocks, quantise_rows
 from isobit.kernels.spec.linear import fp8_gemm_nt as specification
 from isobit.kernels.spec.quantise import quantise_blocks
 from isobit.kernels.spec.quantise import quantise_rows as quantise_rows_on_cpu
 from isobit.precision.quant_tensor import QuantTensor, ScaleKind
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
-from isobit.kernels.hopper.gemm import BackEnd, bf16_gemm_nt, fp8_gemm_nt, why_not_deep_gemm
-from isobit.kernels.hopper.quantise import publish_blocks, quantise_rows
 
 BF16_BACK_ENDS: list[Literal["deep_gemm", "triton"]] = (
     ["triton"] if why_not_deep_gemm() else ["deep_gemm", "triton"]

@@ -9,18 +9,6 @@ import pytest
 import torch
 
 from isobit.config.precision import Preset
-from isobit.kernels.operands import HeadWeight, LinearInput, LinearWeight, Operand, Routing
-from isobit.kernels.spec import head as head_specification
-from isobit.kernels.spec import linear as linear_specification
-from isobit.kernels.spec import quantise as specification
-from isobit.kernels.spec.experts import one_expert
-from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import BLOCK, Format, Int8Rows, ScaleKind, block_sizes
-from tests.int8_products import EXPECTED, PRODUCTS, digests
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.kernels.backend import backend_of
 from isobit.kernels.hopper import head, pointwise
 from isobit.kernels.hopper.dispatch import gather, make_dispatch
@@ -46,8 +34,16 @@ from isobit.kernels.hopper.quantise import (
     swiglu_int8,
 )
 from isobit.kernels.hopper.token_groups import quantise_tokens
+from isobit.kernels.operands import HeadWeight, LinearInput, LinearWeight, Operand, Routing
+from isobit.kernels.spec import head as head_specification
+from isobit.kernels.spec import linear as linear_specification
+from isobit.kernels.spec import quantise as specification
+from isobit.kernels.spec.experts import one_expert
 from isobit.models.policy import Policy
+from isobit.precision.flow import Site
+from isobit.precision.quant_tensor import BLOCK, Format, Int8Rows, ScaleKind, block_sizes
 from isobit.proof.verify import VerifyOptions, verify_policy
+from tests.int8_products import EXPECTED, PRODUCTS, digests
 
 MakePolicy = Callable[..., Policy]
 

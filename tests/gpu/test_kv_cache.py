@@ -6,12 +6,8 @@ import pytest
 import torch
 
 from isobit.config.precision import PrecisionConfig
-from isobit.precision.flow import LinearShape, build_flow
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.kernels.hopper.attend import HopperKvCache
+from isobit.precision.flow import LinearShape, build_flow
 from tests.sites import shape_of_layers
 
 LAYERS = shape_of_layers(5, {"qkv_proj": LinearShape({"q_proj": 128}, 128)})

@@ -5,15 +5,6 @@ and add up in place.
 import pytest
 import torch
 
-from isobit.kernels.operands import LinearWeight
-from isobit.kernels.spec import linear as specification
-from isobit.kernels.spec.quantise import publish
-from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import BLOCK, QuantTensor, ScaleKind
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.kernels.hopper.gemm import BackEnd, fp8_gemm_nt, why_not_deep_gemm
 from isobit.kernels.hopper.linear import (
     bf16_gemm_nn,
@@ -24,6 +15,11 @@ from isobit.kernels.hopper.linear import (
 )
 from isobit.kernels.hopper.quantise import QuantRows, publish_blocks, quantise_rows
 from isobit.kernels.hopper.token_groups import quantise_both, quantise_tokens
+from isobit.kernels.operands import LinearWeight
+from isobit.kernels.spec import linear as specification
+from isobit.kernels.spec.quantise import publish
+from isobit.precision.flow import Site
+from isobit.precision.quant_tensor import BLOCK, QuantTensor, ScaleKind
 
 KINDS: list[ScaleKind] = ["power_of_two", "fp32"]
 BACK_ENDS: list[BackEnd] = ["triton"] if why_not_deep_gemm() else ["deep_gemm", "triton"]

@@ -14,14 +14,9 @@ import torch
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import Recompute, TrainingConfig
-from isobit.memory.sharing import DeviceSharing
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.memory.cache_size import RESERVE
 from isobit.memory.device import DevicePlanner
-from isobit.memory.sharing import HostMoments
+from isobit.memory.sharing import DeviceSharing, HostMoments
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, Prompt, SamplingParams

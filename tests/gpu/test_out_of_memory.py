@@ -16,10 +16,6 @@ from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.config.training import TrainingConfig
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.records.packing import lay_end_to_end

@@ -5,16 +5,12 @@ from itertools import pairwise
 import pytest
 import torch
 
+from isobit.kernels.hopper.quantise import publish, publish_blocks, republish
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec.quantise import quantise_blocks
 from isobit.parallel.ownership import Ownership
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Format, QuantTensor, ScaleKind
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
-from isobit.kernels.hopper.quantise import publish, publish_blocks, republish
 
 
 def masters(rows: int, columns: int) -> torch.Tensor:

@@ -8,15 +8,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from isobit.kernels.operands import QkvTransform, RopeTable
-from isobit.kernels.spec.qkv import Heads, fixed_bytes, transform_qkv
-from isobit.kernels.spec.quantise import scale_of_byte
-from isobit.precision.quant_tensor import DTYPES, E4M3, E8M0_BIAS, Format
-from isobit.util.errors import ConfigError
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.kernels.hopper.attention import SCALES, TILE, PackedKeys, PagedKeys
 from isobit.kernels.hopper.qkv import (
     TILINGS,
@@ -25,6 +16,11 @@ from isobit.kernels.hopper.qkv import (
     encode_paged,
     gather_pages,
 )
+from isobit.kernels.operands import QkvTransform, RopeTable
+from isobit.kernels.spec.qkv import Heads, fixed_bytes, transform_qkv
+from isobit.kernels.spec.quantise import scale_of_byte
+from isobit.precision.quant_tensor import DTYPES, E4M3, E8M0_BIAS, Format
+from isobit.util.errors import ConfigError
 
 LAYOUTS = [(32, 8, 128), (14, 2, 64), (5, 5, 128), (16, 1, 64)]
 FORMATS: list[Format] = ["e4m3", "int8", "bf16"]

@@ -4,15 +4,6 @@ those of their parts.
 
 import pytest
 import torch
-
-from isobit.kernels.spec import quantise as specification
-from isobit.kernels.spec.pointwise import rms_norm
-from isobit.kernels.spec.pointwise import swiglu as swiglu_on_cpu
-from isobit.precision.quant_tensor import ScaleKind
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 import triton
 import triton.language as tl
 
@@ -25,6 +16,10 @@ from isobit.kernels.hopper.quantise import (
     swiglu,
     swiglu_quantise,
 )
+from isobit.kernels.spec import quantise as specification
+from isobit.kernels.spec.pointwise import rms_norm
+from isobit.kernels.spec.pointwise import swiglu as swiglu_on_cpu
+from isobit.precision.quant_tensor import ScaleKind
 
 KINDS: list[ScaleKind] = ["power_of_two", "fp32"]
 

@@ -6,14 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
 from isobit.config.precision import Preset
 from isobit.config.training import TrainingConfig
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
-from isobit.algorithms.registry import build_algorithm
 from isobit.models.policy import Policy
 from isobit.models.scorer import ScoredPass
 from isobit.records.batch import PackedBatch

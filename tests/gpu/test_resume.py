@@ -21,9 +21,6 @@ import pytest
 import tomli_w
 import torch
 
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.config.precision import PrecisionConfig
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.policy import random_policy

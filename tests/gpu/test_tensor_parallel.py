@@ -25,8 +25,6 @@ from tests.gpu.conftest import SHAPES
 from tests.ranks import in_ranks
 from tests.worlds import in_world
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a Hopper GPU")
-
 PRESETS: tuple[Preset, ...] = ("fp8", "fp8-linear", "int8", "bf16")
 MODELS: dict[str, tuple[ModelConfig, int]] = {
     "qwen3": (SHAPES["qwen3"], 2),

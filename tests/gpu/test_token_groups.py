@@ -5,14 +5,6 @@ their parts.
 import pytest
 import torch
 
-from isobit.kernels.spec import quantise as specification
-from isobit.kernels.spec.pointwise import swiglu_backward
-from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import BLOCK, ScaleKind
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.kernels.hopper.pointwise import swiglu_backward_bf16, swiglu_backward_quantise
 from isobit.kernels.hopper.quantise import QuantRows, quantise_rows, swiglu, swiglu_quantise
 from isobit.kernels.hopper.token_groups import (
@@ -21,6 +13,10 @@ from isobit.kernels.hopper.token_groups import (
     swiglu_both,
     swiglu_tokens,
 )
+from isobit.kernels.spec import quantise as specification
+from isobit.kernels.spec.pointwise import swiglu_backward
+from isobit.precision.flow import Site
+from isobit.precision.quant_tensor import BLOCK, ScaleKind
 
 KINDS: list[ScaleKind] = ["power_of_two", "fp32"]
 TOKENS = (1, 127, 128, 129, 300)
