@@ -11,6 +11,7 @@ from isobit.kernels.backend import backend_of
 from isobit.kernels.noise import FIRST, SECOND, AdamWFactors, noise_key, num_groups, splitmix64
 from isobit.kernels.spec import optimiser
 from isobit.kernels.spec.optimiser import round_stochastically
+from tests.kernels.comparison import bits
 
 SETTINGS = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.01}
 NOISE = (2**40 + 3, 290)
@@ -55,11 +56,6 @@ def update(
     backend_of(master.device).adamw_step(
         master, grad, exp_avg, exp_avg_sq, factors, key, scales, first_element
     )
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """On the host, as integers: NaNs compare too, and all formats can."""
-    return x.cpu().view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[x.element_size()])
 
 
 def some_gradient(shape: tuple[int, ...], step: int) -> torch.Tensor:
