@@ -25,10 +25,9 @@ from isobit.models.scorer import Scorer
 from isobit.precision.quant_tensor import QuantisedWeight
 from isobit.proof.bisect import Parting, operation_kind, trace_scenario
 from isobit.proof.scenarios import Workload, build_workload, engine_scenarios
-from isobit.rollout import executor
 from isobit.rollout.native import NativeEngine
-from isobit.rollout.runner import ForwardBatch, PolicyRunner
-from isobit.rollout.scheduler import Plan
+from isobit.rollout.runner import PolicyRunner
+from tests.proof.faults import later_chunks_one_position_off
 
 Side = Literal["rollout", "training"]
 CONFIG = ModelConfig("qwen3", 128, 128, 128, 2, 2, 1, 64, 256, 1e-6, 10000.0, tied_embeddings=True)
@@ -259,17 +258,7 @@ def test_a_page_that_is_not_copied_is_found_where_it_is_read(
 def test_positions_that_are_one_off_are_found_at_the_first_rotation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    exact = executor.build_batch
-
-    def build_batch(plan: Plan, page_tokens: int) -> ForwardBatch:
-        batch = exact(plan, page_tokens)
-        shifts = [
-            torch.full((count,), int(count > 1 and sequence.cached > 0)) for sequence, count in plan
-        ]
-        batch.positions.sub_(torch.cat(shifts))
-        return batch
-
-    monkeypatch.setattr(executor, "build_batch", build_batch)
+    later_chunks_one_position_off(monkeypatch)
     parting = part(scenario="small chunks")
     assert parting is not None and parting.difference.site == "layers.0.rope.q.unrounded"
 

@@ -9,7 +9,6 @@ import torch
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import linear as linear_module
 from isobit.kernels.spec.linear import (
-    dequantise_rows,
     dequantised,
     dgrad,
     fp8_gemm_nt,
@@ -107,42 +106,13 @@ def test_wgrad_may_stay_in_bf16_with_the_same_forward() -> None:
     assert torch.equal(dw, dy.float().t() @ x.float())
 
 
-def outliers(rows: int, columns: int) -> torch.Tensor:
-    return torch.randn(rows, columns) * torch.exp(4 * torch.randn(rows, columns))
-
-
-def test_block_products_are_exact() -> None:
-    """Any order of the 128 terms gives the same bits: the columns of both operands permuted inside
-    each block.
-    """
+def test_products_on_the_grid_are_exact() -> None:
+    """Any order of the 128 terms of a block gives the same bits."""
     order = torch.cat([torch.randperm(128), 128 + torch.randperm(128)])
-    x, w = quantise_rows(outliers(40, 256)), quantise_blocks(outliers(128, 256))
-    shuffled_x, shuffled_w = (
-        quantise_rows(dequantise_rows(x)[:, order]),
-        quantise_blocks(_dequantise(w)[:, order]),
-    )
-    assert torch.equal(fp8_gemm_nt(x, w), fp8_gemm_nt(shuffled_x, shuffled_w))
     a, b = snap_rows(torch.randn(40, 256)), snap_rows(torch.randn(60, 256))
     assert torch.equal(
         grid_gemm_nt(a, b), grid_gemm_nt(a[:, order].contiguous(), b[:, order].contiguous())
     )
-
-
-def _dequantise(w: QuantTensor) -> torch.Tensor:
-    return dequantised(LinearWeight(Site("w", "linear", "e4m3"), w))
-
-
-def test_accuracy_against_fp64_with_torch_as_the_yardstick() -> None:
-    x, w = torch.randn(64, 1024), torch.randn(96, 1024)
-    exact = x.double() @ w.double().t()
-    ours = (grid_gemm_nt(snap_rows(x), snap_rows(w)) - exact).norm()
-    yardstick = (x @ w.t() - exact).norm()
-    assert ours <= 2 * yardstick
-    q, qw = quantise_rows(x), quantise_blocks(torch.randn(128, 1024))
-    exact = dequantise_rows(q).double() @ _dequantise(qw).double().t()
-    assert (fp8_gemm_nt(q, qw) - exact).norm() <= 2 * (
-        dequantise_rows(q) @ _dequantise(qw).t() - exact
-    ).norm()
 
 
 def test_snapping_keeps_bf16_that_lies_within_15_bits_of_the_largest() -> None:

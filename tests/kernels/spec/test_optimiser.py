@@ -33,8 +33,6 @@ from isobit.kernels.noise import (
     splitmix64_of,
 )
 from isobit.kernels.spec import optimiser
-from isobit.kernels.spec import optimiser as module
-from isobit.kernels.spec import optimiser as optimiser_module
 from isobit.kernels.spec.optimiser import (
     adamw_step,
     add_in_order,
@@ -97,16 +95,16 @@ def scales_of(count: int) -> tuple[Tensor, Tensor]:
 def test_steps_are_those_of_torch_in_fp64():
     master, moments = randn(40, 30), zeros(randn(40, 30))
     exact = torch.nn.Parameter(master.double())
-    optimiser = torch.optim.AdamW([exact], betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1)
+    reference = torch.optim.AdamW([exact], betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1)
     for step in range(1, 31):
         grad, clip, rate = (
             randn(40, 30, seed=step) * 10.0 ** -(step % 5),
             1 / (1 + step % 3),
             0.01 / step,
         )
-        optimiser.param_groups[0]["lr"] = rate
+        reference.param_groups[0]["lr"] = rate
         exact.grad = grad.double() * clip
-        optimiser.step()
+        reference.step()
         before = grad.clone()
         update(
             master,
@@ -124,7 +122,7 @@ def test_steps_are_those_of_torch_in_fp64():
         torch.testing.assert_close(master.double(), exact.detach(), rtol=0, atol=2e-6)
     for ours, theirs in zip(moments, ("exp_avg", "exp_avg_sq"), strict=True):
         torch.testing.assert_close(
-            ours.double(), optimiser.state[exact][theirs], rtol=1e-5, atol=1e-7
+            ours.double(), reference.state[exact][theirs], rtol=1e-5, atol=1e-7
         )
 
 
@@ -154,7 +152,7 @@ def test_an_element_depends_on_its_number_and_on_no_other(
 
     whole, part = after_two_steps(1000), after_two_steps(37)
     assert all(torch.equal(a[:37], b) for a, b in zip(whole, part, strict=True))
-    monkeypatch.setattr(optimiser_module, "_PIECE", 17)
+    monkeypatch.setattr(optimiser, "_PIECE", 17)
     assert all(torch.equal(a, b) for a, b in zip(whole, after_two_steps(1000), strict=True))
 
 
@@ -176,7 +174,7 @@ def test_a_group_of_8_bit_moments_depends_on_no_other(monkeypatch: pytest.Monkey
 
     whole, part = after_two_steps(1000), after_two_steps(256)
     assert all(torch.equal(a[:256], b) for a, b in zip(whole, part, strict=True))
-    monkeypatch.setattr(optimiser_module, "_PIECE", 2 * GROUP)
+    monkeypatch.setattr(optimiser, "_PIECE", 2 * GROUP)
     assert all(torch.equal(a, b) for a, b in zip(whole, after_two_steps(1000), strict=True))
 
 
@@ -212,7 +210,7 @@ def test_noise_is_splitmix64_of_seed_step_tensor_and_element():
     seed, step, tensor = 2**40 + 1, 7, 290
     key = splitmix64(splitmix64(seed, step), tensor)
     assert noise_key(seed, step, tensor) & MASK == key
-    first, second = optimiser_module._noise(noise_key(seed, step, tensor), 100, 50)
+    first, second = optimiser._noise(noise_key(seed, step, tensor), 100, 50)
     outputs = [splitmix64(key, element) for element in range(100, 150)]
     assert first.tolist() == [output & 0xFFFF for output in outputs]
     assert second.tolist() == [output >> 16 & 0xFFFF for output in outputs]
@@ -234,7 +232,7 @@ def test_bf16_moments_are_the_rounded_fp32_ones():
     assert torch.equal(
         master, other
     )  # the step is taken with the moments as they were before their rounding
-    noises = optimiser_module._noise(noise_key(1, 1, 2), 0, 5000)
+    noises = optimiser._noise(noise_key(1, 1, 2), 0, 5000)
     for exact, rounded, noise in zip(wide, narrow, noises, strict=True):
         assert torch.equal(rounded, round_stochastically(exact, noise))
         assert not torch.equal(rounded, exact.bfloat16())
@@ -247,16 +245,16 @@ def test_8_bit_moments_are_the_rounded_fp32_ones():
     update(master, grad, *wide, step=1)
     update(other, grad, *codes, step=1, noise=(1, 2), scales=scales)
     assert torch.equal(master, other)
-    noises = optimiser_module._noise(noise_key(1, 1, 2), 0, 5000)
+    noises = optimiser._noise(noise_key(1, 1, 2), 0, 5000)
     expected = (
-        optimiser_module.encode_first(wide[0], noises[0]),
-        optimiser_module.encode_second(wide[1].double().sqrt().float(), noises[1]),
+        optimiser.encode_first(wide[0], noises[0]),
+        optimiser.encode_second(wide[1].double().sqrt().float(), noises[1]),
     )
     for code, scale, (expected_code, expected_scale) in zip(codes, scales, expected, strict=True):
         assert torch.equal(code, expected_code) and torch.equal(scale, expected_scale)
     read = (
-        optimiser_module.decode_first(codes[0], scales[0]),
-        optimiser_module.decode_second(codes[1], scales[1]),
+        optimiser.decode_first(codes[0], scales[0]),
+        optimiser.decode_second(codes[1], scales[1]),
     )
     assert all(
         float((a - b).abs().max() / b.abs().max()) < 1 / 8 for a, b in zip(read, wide, strict=True)
@@ -269,7 +267,7 @@ CHUNK = 8
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a few words, so that small tensors have several."""
-    monkeypatch.setattr(module, "CHUNK", CHUNK)
+    monkeypatch.setattr(optimiser, "CHUNK", CHUNK)
 
 
 def by_formula(data: bytes, first_byte: int, seed: int) -> int:
@@ -302,9 +300,7 @@ def test_those_of_many_tensors_add_up(count: int, short_chunks: None) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.int64]
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64])
 def test_any_flipped_bit_of_any_byte_changes_it(dtype: torch.dtype, short_chunks: None) -> None:
     tensor = torch.randint(0, 256, (13 * 5 * 8,), dtype=torch.uint8).view(dtype)
     rows = [Rows(tensor, 0, 1)]
@@ -371,7 +367,7 @@ def test_a_slice_has_the_sums_of_the_whole(
         for cut in range(0, shape[0], 128):
             assert gradient_squares([grad[:cut].clone(), grad[cut:].clone()]) == whole
             assert gradient_squares([grad[cut : cut + 128]]) == [whole[cut // 128]]
-        monkeypatch.setattr(module, "_NUMBERS_AT_A_TIME", 1)
+        monkeypatch.setattr(optimiser, "_NUMBERS_AT_A_TIME", 1)
         assert gradient_squares([grad]) == whole
     finally:
         torch.set_num_threads(usual)
