@@ -28,12 +28,7 @@ def some_state(shape: tuple[int, ...], kind: str) -> list[torch.Tensor]:
         dtype = torch.float32 if kind == "fp32" else torch.bfloat16
         return [master, torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)]
     scales = [torch.zeros(num_groups(master.numel()), dtype=torch.uint8) for _ in range(2)]
-    return [
-        master,
-        torch.zeros(shape, dtype=FIRST),
-        torch.zeros(shape, dtype=SECOND),
-        *scales,
-    ]
+    return [master, torch.zeros(shape, dtype=FIRST), torch.zeros(shape, dtype=SECOND), *scales]
 
 
 def update(
@@ -77,10 +72,7 @@ def even_gradient(shape: tuple[int, ...], step: int) -> torch.Tensor:
 
 
 def take_steps(
-    state: list[torch.Tensor],
-    steps: range,
-    gradients: list[torch.Tensor],
-    first_element: int = 0,
+    state: list[torch.Tensor], steps: range, gradients: list[torch.Tensor], first_element: int = 0
 ) -> None:
     master, exp_avg, exp_avg_sq, *scales = state
     noise = None if exp_avg.dtype == torch.float32 else NOISE
@@ -188,10 +180,8 @@ def test_more_elements_than_32_bits_count() -> None:
 def test_more_elements_than_32_bits_count_with_8_bit_moments() -> None:
     size, tail = (1 << 31) + 4096, 8192
     master, grad = torch.zeros(size, device="cuda"), torch.ones(size, device="cuda")
-    first, second = (
-        torch.zeros(size, dtype=FIRST, device="cuda"),
-        torch.zeros(size, dtype=SECOND, device="cuda"),
-    )
+    first = torch.zeros(size, dtype=FIRST, device="cuda")
+    second = torch.zeros(size, dtype=SECOND, device="cuda")
     scales = [torch.zeros(num_groups(size), dtype=torch.uint8, device="cuda") for _ in range(2)]
     update(
         master,

@@ -116,14 +116,7 @@ FAULTS: dict[str, tuple[Any, Any, int, Callable[[Any], torch.Tensor], str, str]]
     ),
     "GEMM": (linear, "fp8_gemm_nt", 1, itself, "layers.1.o_proj", "GEMM"),
     "quantise": (linear, "quantise_rows", 0, itself, "layers.1.o_proj.input", "quantiser"),
-    "SwiGLU": (
-        pointwise,
-        "swiglu_quantise",
-        0,
-        itself,
-        "layers.1.down_proj.input",
-        "quantiser",
-    ),
+    "SwiGLU": (pointwise, "swiglu_quantise", 0, itself, "layers.1.down_proj.input", "quantiser"),
     "encode": (
         PAIR,
         {"rollout": "encode_paged", "training": "encode_packed"},
@@ -133,14 +126,7 @@ FAULTS: dict[str, tuple[Any, Any, int, Callable[[Any], torch.Tensor], str, str]]
         "quantiser",
     ),
     "prefill": (PAIR, "prefill_attention", 0, first, "layers.1.attention", "attention"),
-    "head": (
-        head,
-        "bf16_gemm_nt",
-        0,
-        itself,
-        "lm_head",
-        "head",
-    ),
+    "head": (head, "bf16_gemm_nt", 0, itself, "lm_head", "head"),
 }
 """By kernel: whose function (of each side), which of its calls in the layer, what of its result,
 the site, and the kind of operation.
@@ -163,10 +149,8 @@ def test_the_kernel_is_named(
 ) -> None:
     owner, name, call, part, site, kind = FAULTS[kernel]
     layer = LAYER if site.startswith("layers") else None
-    owner, name = (
-        owner[side] if isinstance(owner, dict) else owner,
-        name[side] if isinstance(name, dict) else name,
-    )
+    owner = owner[side] if isinstance(owner, dict) else owner
+    name = name[side] if isinstance(name, dict) else name
     exact = getattr(owner, name)
 
     def planted(*arguments: Any, **options: Any) -> Any:

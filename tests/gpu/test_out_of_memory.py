@@ -106,9 +106,8 @@ def steps_with_less_and_less_memory(preset: Preset) -> None:
     limited, budget, _ = step(LARGE)
     torch.cuda.set_per_process_memory_fraction(1.0)
     assert budget.changes and budget.changes[0].update == 0
-    reached = [
-        (change.update, change.new) for change in budget.changes
-    ]  # the second update has moments, too
+    # The second update has moments, too.
+    reached = [(change.update, change.new) for change in budget.changes]
     print(
         f"{preset}: {most >> 20} MiB with {LARGE} tokens a micro-batch, {least >> 20} with "
         f"{SMALL}; limited, it came to {reached}"

@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from isobit.kernels.hopper.attention import SCALES, TILE, PackedKeys, PagedKeys
-from isobit.kernels.hopper.qkv import (
-    TILINGS,
-    Queries,
-    encode_packed,
-    encode_paged,
-    gather_pages,
-)
+from isobit.kernels.hopper.qkv import TILINGS, Queries, encode_packed, encode_paged, gather_pages
 from isobit.kernels.operands import QkvTransform, RopeTable
 from isobit.kernels.spec.qkv import Heads, fixed_bytes, transform_qkv
 from isobit.kernels.spec.quantise import scale_of_byte
@@ -259,10 +253,7 @@ def test_given_scales_and_maxima_are_those_of_the_specification(
 
     def on_gpu(hadamard: bool = True) -> QkvTransform:
         return replace(
-            case.on_gpu,
-            hadamard=hadamard,
-            scale_bytes=given.cuda(),
-            maxima=torch.zeros(3).cuda(),
+            case.on_gpu, hadamard=hadamard, scale_bytes=given.cuda(), maxima=torch.zeros(3).cuda()
         )
 
     qkv, positions = case.qkv.cuda(), case.positions.cuda()

@@ -77,17 +77,14 @@ def assert_quantised(x: torch.Tensor, kind: ScaleKind) -> None:
 def test_rms_norm_quantises_its_own_rounded_output_and_rows_do_not_depend_on_the_batch(
     columns: int,
 ) -> None:
-    h, x, weight = (
-        torch.randn(70, columns).bfloat16().cuda(),
-        torch.randn(70, columns).bfloat16().cuda(),
-        torch.randn(columns).bfloat16().cuda(),
-    )
+    h = torch.randn(70, columns).bfloat16().cuda()
+    x = torch.randn(70, columns).bfloat16().cuda()
+    weight = torch.randn(columns).bfloat16().cuda()
     new, norm, quantised = rms_norm_quantise(h, x, weight, 1e-6, keep=True)
     assert norm is not None and quantised is not None
     assert torch.equal(new, h + x)
-    _, nothing, without = rms_norm_quantise(
-        h, x, weight, 1e-6
-    )  # rollout does not keep the norm, training does
+    # Rollout does not keep the norm, training does.
+    _, nothing, without = rms_norm_quantise(h, x, weight, 1e-6)
     assert nothing is None and same(without, quantised)
     assert_rows(quantised, norm, "power_of_two")
     exact = torch.nn.functional.rms_norm(new.double(), (columns,), weight.double(), 1e-6)
@@ -131,9 +128,8 @@ def test_swiglu_against_the_specification(columns: int) -> None:
     expected = specification.quantise_rows(swiglu_on_cpu(gate_up))
     assert ours.values.shape == expected.values.shape
     different = ours.values.view(torch.uint8).cpu() != expected.values.view(torch.uint8)
-    assert (
-        different.float().mean() < 2e-3
-    )  # the GPU's exp rounds differently, and so, rarely, does the BF16 that is quantised
+    # The GPU's exp rounds differently, and so, rarely, does the BF16 that is quantised.
+    assert different.float().mean() < 2e-3
     unquantised = swiglu(gate_up.cuda())
     assert_rows(ours, unquantised, "power_of_two")
     assert (unquantised.cpu() != swiglu_on_cpu(gate_up)).float().mean() < 2e-3
@@ -203,18 +199,16 @@ def test_gradients_of_swiglu(kind: ScaleKind, columns: int) -> None:
 @pytest.mark.parametrize("columns", [128, 896, 12288])  # 896: a row that is no power of two
 def test_swiglu_backward_against_fp64_and_the_specification(columns: int) -> None:
     dy, gate_up = torch.randn(50, columns).bfloat16(), (3 * torch.randn(50, 2 * columns)).bfloat16()
-    gate_up[0, :9] = torch.tensor(
-        [-200.0, -100.0, -50.0, 0.0, -0.0, 20.0, 50.0, 100.0, 200.0]
-    )  # exp overflows, or vanishes
+    # Exp overflows, or vanishes.
+    gate_up[0, :9] = torch.tensor([-200.0, -100.0, -50.0, 0.0, -0.0, 20.0, 50.0, 100.0, 200.0])
     ours = swiglu_backward_bf16(dy.cuda(), gate_up.cuda()).cpu()
     exact = gate_up.double().requires_grad_()
     gate, up = exact.chunk(2, -1)
     (torch.nn.functional.silu(gate) * up).backward(dy.double())
     assert exact.grad is not None
     error = (ours.double() - exact.grad).abs()
-    assert (
-        error <= 2**-8 * exact.grad.abs() + 1e-6
-    ).all()  # one rounding to BF16, and d gate's cancellation near -1.28
+    # One rounding to BF16, and d gate's cancellation near -1.28.
+    assert (error <= 2**-8 * exact.grad.abs() + 1e-6).all()
     site = Site("gate_up_proj", "linear", "bf16", dgrad="bf16", wgrad="bf16")
     on_cpu = swiglu_backward(dy, gate_up, site).rows
     assert isinstance(on_cpu, torch.Tensor)

@@ -33,10 +33,7 @@ def batches() -> list[PackedBatch]:
 
 @pytest.mark.parametrize("preset", ["fp8", "int8", "bf16"])
 def test_it_repeats_and_a_flipped_bit_is_named(
-    shape: str,
-    preset: Preset,
-    make_policy: Callable[..., Policy],
-    monkeypatch: pytest.MonkeyPatch,
+    shape: str, preset: Preset, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer(make_policy(shape, preset), TrainingConfig(), total_updates=1)
     found = trainer.repeat(batches(), GRPO, 0)

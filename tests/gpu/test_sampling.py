@@ -129,12 +129,10 @@ def test_a_graph_replays_it() -> None:
 def test_rows_that_are_not_finite() -> None:
     logits, rows, temperatures, keys, positions = batch(20, 9000)
     expected = sample_tokens(logits, rows, temperatures, keys, positions)
-    logits[2, 8999], logits[4, 0], logits[5, 5000], logits[6] = (
-        torch.nan,
-        torch.inf,
-        -torch.inf,
-        torch.nan,
-    )
+    logits[2, 8999] = torch.nan
+    logits[4, 0] = torch.inf
+    logits[5, 5000] = -torch.inf
+    logits[6] = torch.nan
     filters = (
         torch.full_like(keys, 50),
         torch.full((20,), 0.9, dtype=torch.float64).cuda(),

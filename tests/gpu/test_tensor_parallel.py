@@ -90,10 +90,7 @@ def draw_shares(world: World, _: None) -> list[dict[str, Any]]:
             assert isinstance(share, PolicyShare)
             options = VerifyOptions(prompts=6, samples=2, max_new_tokens=24)
             result = verify_policy(whole, options, shared=share).comparison
-            made[0] |= {
-                "compared": result.tokens_compared,
-                "differing": result.tokens_differing,
-            }
+            made[0] |= {"compared": result.tokens_compared, "differing": result.tokens_differing}
     return made
 
 

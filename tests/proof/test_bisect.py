@@ -133,12 +133,7 @@ FAULTS = {
     "activation": (pointwise, "gated", None, "layers.1.activation.unrounded"),
     "embedding": (SpecBackend, "embedding", 0, "embed_tokens"),
     "head": (head, "grid_gemm_nt", 0, "lm_head"),
-    "log-probability": (
-        {"rollout": head, "training": head},
-        "log_softmax",
-        0,
-        "log_prob",
-    ),
+    "log-probability": ({"rollout": head, "training": head}, "log_softmax", 0, "log_prob"),
 }
 """By kind: whose function (of each side, where they differ), which of its calls in the layer, and
 the site it makes.

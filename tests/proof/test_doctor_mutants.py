@@ -9,15 +9,7 @@ import torch
 
 from isobit.kernels import noise
 from isobit.kernels.operands import OutputGradient
-from isobit.kernels.spec import (
-    attention,
-    experts,
-    head,
-    linear,
-    pointwise,
-    qkv,
-    quantise,
-)
+from isobit.kernels.spec import attention, experts, head, linear, pointwise, qkv, quantise
 from isobit.kernels.spec import backend as spec_backend
 from isobit.kernels.spec.attention import PackedAttention
 from isobit.precision.quant_tensor import Int8Rows, QuantTensor
@@ -43,9 +35,8 @@ def test_kernels_as_they_are_pass() -> None:
 
 
 def round_scales_late(patch: Patch) -> None:
-    patch.setattr(
-        quantise, "_ROUND_UP_ABOVE_1_75", 0x1FFFFE
-    )  # amax of 448 times a power of two gets twice its scale
+    # Amax of 448 times a power of two gets twice its scale.
+    patch.setattr(quantise, "_ROUND_UP_ABOVE_1_75", 0x1FFFFE)
 
 
 def no_floor(patch: Patch) -> None:
@@ -54,9 +45,10 @@ def no_floor(patch: Patch) -> None:
 
 def truncate_values(patch: Patch) -> None:
     exact = quantise._to_e4m3
+    # Rounds twice.
     patch.setattr(
         quantise, "_to_e4m3", lambda scaled, *groups: exact(scaled.bfloat16().float(), *groups)
-    )  # rounds twice
+    )
 
 
 def keep_nan_blocks(patch: Patch) -> None:

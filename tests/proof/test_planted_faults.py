@@ -183,10 +183,8 @@ def blocks_of_k_reversed(patch: Patch, in_rollout: InRollout) -> None:
     def reversed_blocks(a: QuantTensor, b: QuantTensor) -> torch.Tensor:
         if not in_rollout() or a.scales.shape[1] == 1:
             return exact(a, b)
-        left, right = (
-            linear.shifted_e4m3(a.values).double(),
-            linear.shifted_e4m3(b.values).double(),
-        )
+        left = linear.shifted_e4m3(a.values).double()
+        right = linear.shifted_e4m3(b.values).double()
         scales = b.row_scales().mul_(linear.SHIFT * linear.SHIFT).t().contiguous()
         total = torch.zeros(len(left), len(right))
         for k in reversed(range(a.scales.shape[1])):
@@ -277,10 +275,7 @@ def test_nothing_differs_with_a_head_in_int8() -> None:
 @pytest.mark.usefixtures("one_scenario")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_seen_and_named(
-    fault: Fault,
-    policy: Policy,
-    in_rollout: InRollout,
-    monkeypatch: Patch,
+    fault: Fault, policy: Policy, in_rollout: InRollout, monkeypatch: Patch
 ) -> None:
     fault(monkeypatch, in_rollout)
     result = bisect_policy(policy, OPTIONS)
@@ -297,10 +292,7 @@ BELOW_BF16 = (rope_beyond_64, sums_of_as_many_keys_as_there_are, silu_of_torch_i
 @pytest.mark.usefixtures("one_scenario")
 @pytest.mark.parametrize("fault", BELOW_BF16, ids=lambda fault: fault.__name__)
 def test_faults_that_no_log_probability_shows(
-    fault: Fault,
-    policy: Policy,
-    in_rollout: InRollout,
-    monkeypatch: Patch,
+    fault: Fault, policy: Policy, in_rollout: InRollout, monkeypatch: Patch
 ) -> None:
     """What was compared before the numbers before a rounding were: it passes."""
     fault(monkeypatch, in_rollout)

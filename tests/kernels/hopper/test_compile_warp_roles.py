@@ -32,10 +32,7 @@ def numbers(count: int) -> str:
     return f"tensordesc<fp32[{count}],{attention_backward.FLAT!r}>"
 
 
-WIDTH = {
-    False: attention_backward.BLOCK.value,
-    True: 2 * attention_backward.BLOCK.value,
-}
+WIDTH = {False: attention_backward.BLOCK.value, True: 2 * attention_backward.BLOCK.value}
 """Numbers that come with GROUP queries, without and with the scales of INT8."""
 
 

@@ -4,11 +4,7 @@ import pytest
 import torch
 
 from isobit.kernels.operands import LinearWeight
-from isobit.kernels.spec.linear import (
-    dequantise_rows,
-    dequantised,
-    output_gradient,
-)
+from isobit.kernels.spec.linear import dequantise_rows, dequantised, output_gradient
 from isobit.kernels.spec.quantise import quantise_blocks
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import QuantTensor, ScaleKind, block_sizes

@@ -93,11 +93,7 @@ DIFFERENTIATED: dict[str, Make] = {
         for dtype in DTYPES
     },
 }
-FORWARDS = {
-    **{name: make for name, (make, *_) in LINEARS.items()},
-    **OTHERS,
-    **DIFFERENTIATED,
-}
+FORWARDS = {**{name: make for name, (make, *_) in LINEARS.items()}, **OTHERS, **DIFFERENTIATED}
 BACKWARDS = {
     **{f"{name} {i}": make for name, made in LINEARS.items() for i, make in enumerate(made[1:])},
     **DIFFERENTIATED,

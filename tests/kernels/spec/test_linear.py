@@ -19,12 +19,7 @@ from isobit.kernels.spec.linear import (
     output_gradient,
     wgrad,
 )
-from isobit.kernels.spec.quantise import (
-    publish,
-    quantise_blocks,
-    quantise_rows,
-    snap_rows,
-)
+from isobit.kernels.spec.quantise import publish, quantise_blocks, quantise_rows, snap_rows
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import DTYPES, Format, QuantTensor, ScaleKind
 
@@ -50,10 +45,9 @@ def backward(
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    a, b = (
-        a.double(),
-        b.double(),
-    )  # torch's cosine_similarity has an epsilon that swallows gradients of 1e-12
+    # Torch's cosine_similarity has an epsilon that swallows gradients of 1e-12.
+    a = a.double()
+    b = b.double()
     return float((a * b).sum() / (a.norm() * b.norm()))
 
 
@@ -84,10 +78,8 @@ def test_the_forward_is_the_exact_gemm_of_its_operands() -> None:
 
 @pytest.mark.parametrize("forward", ["e4m3", "bf16", "fp32"])
 def test_what_is_saved_changes_no_bit_of_what_is_read(forward: Format) -> None:
-    weight, x = (
-        make(forward),
-        torch.randn(200, K).to(DTYPES["fp32" if forward == "fp32" else "bf16"]),
-    )
+    weight = make(forward)
+    x = torch.randn(200, K).to(DTYPES["fp32" if forward == "fp32" else "bf16"])
     plain, both = (linear_input(x, weight.site, save) for save in (False, True))
     assert plain.saved is None and both.saved is not None
     assert torch.equal(linear(plain.read, weight), linear(both.read, weight))

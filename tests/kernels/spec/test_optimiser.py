@@ -97,11 +97,9 @@ def test_steps_are_those_of_torch_in_fp64():
     exact = torch.nn.Parameter(master.double())
     reference = torch.optim.AdamW([exact], betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1)
     for step in range(1, 31):
-        grad, clip, rate = (
-            randn(40, 30, seed=step) * 10.0 ** -(step % 5),
-            1 / (1 + step % 3),
-            0.01 / step,
-        )
+        grad = randn(40, 30, seed=step) * 10.0 ** -(step % 5)
+        clip = 1 / (1 + step % 3)
+        rate = 0.01 / step
         reference.param_groups[0]["lr"] = rate
         exact.grad = grad.double() * clip
         reference.step()
@@ -162,14 +160,7 @@ def test_a_group_of_8_bit_moments_depends_on_no_other(monkeypatch: pytest.Monkey
     def after_two_steps(count: int) -> tuple[Tensor, ...]:
         master, state, scales = start[:count].clone(), eight_bits(count), scales_of(count)
         for step in (1, 2):
-            update(
-                master,
-                grad[:count].clone(),
-                *state,
-                step=step,
-                noise=(3, 5),
-                scales=scales,
-            )
+            update(master, grad[:count].clone(), *state, step=step, noise=(3, 5), scales=scales)
         return master, *state, *(scale.repeat_interleave(GROUP)[:count] for scale in scales)
 
     whole, part = after_two_steps(1000), after_two_steps(256)
@@ -229,9 +220,8 @@ def test_bf16_moments_are_the_rounded_fp32_ones():
     other = master.clone()
     update(master, grad, *wide, step=1)
     update(other, grad, *narrow, step=1, noise=(1, 2))
-    assert torch.equal(
-        master, other
-    )  # the step is taken with the moments as they were before their rounding
+    # The step is taken with the moments as they were before their rounding.
+    assert torch.equal(master, other)
     noises = optimiser._noise(noise_key(1, 1, 2), 0, 5000)
     for exact, rounded, noise in zip(wide, narrow, noises, strict=True):
         assert torch.equal(rounded, round_stochastically(exact, noise))
@@ -622,9 +612,8 @@ def test_a_group_with_gradients_of_a_millionfold_range_makes_no_leaps(
     assert share[held].sub(1).abs().max() < 0.1 and share[held].mean().item() == pytest.approx(
         1, abs=0.03
     )
-    assert (
-        share.max() < 1.6 and share.min() > 0.2
-    )  # in the right direction, and at the end of the range more slowly
+    # In the right direction, and at the end of the range more slowly.
+    assert share.max() < 1.6 and share.min() > 0.2
     monkeypatch.setattr(optimiser, "encode_second", with_zeros)
     _, step, _ = train(noisy, 500, beta2=beta2)
     assert step.max() > 1e4

@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from isobit.kernels.operands import QkvTransform, RopeTable
-from isobit.kernels.spec.qkv import (
-    Heads,
-    hadamard,
-    hadamard_size,
-    rotate,
-    with_bias,
-)
+from isobit.kernels.spec.qkv import Heads, hadamard, hadamard_size, rotate, with_bias
 from isobit.proof.cases import hadamard_matrix
 
 
