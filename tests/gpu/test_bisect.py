@@ -2,10 +2,8 @@
 its operation.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,66 +12,19 @@ from isobit.kernels.hopper import attend, head, linear, pointwise, sampling
 from isobit.kernels.hopper.attention import PagedKeys
 from isobit.kernels.hopper.qkv import Queries
 from isobit.kernels.hopper.quantise import QuantRows
-from isobit.models.attention import Attention
-from isobit.models.mlp import Mlp
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.proof.bisect import trace_scenario
 from isobit.proof.scenarios import build_workload, engine_scenarios
-from isobit.rollout.native import NativeEngine
+from tests.proof.where import Side, Where, followed
 
-Side = Literal["rollout", "training"]
 MakePolicy = Callable[..., Policy]
 LAYER = 1
 
 
-@dataclass
-class Where:
-    """Which side and layer runs now, and how often the planted function was called in that
-    layer.
-    """
-
-    side: Side | None = None
-    layer: int | None = None
-    calls: int = 0
-
-
 @pytest.fixture
 def where(monkeypatch: pytest.MonkeyPatch) -> Where:
-    now = Where()
-
-    @contextmanager
-    def at(side: Side | None, layer: int | None) -> Iterator[None]:
-        before = now.side, now.layer
-        now.side, now.layer = side, layer
-        yield
-        now.side, now.layer = before
-
-    def wrap_side(owner: type, name: str, side: Side) -> None:
-        exact = getattr(owner, name)
-
-        def wrapped(self: Any, *arguments: Any) -> Any:
-            with at(side, None):
-                return exact(self, *arguments)
-
-        monkeypatch.setattr(owner, name, wrapped)
-
-    def wrap_half(owner: Any, layer_of: Callable[[Any], int]) -> None:
-        exact = owner.forward
-
-        def wrapped(self: Any, *arguments: Any) -> Any:
-            if owner is Attention:
-                now.calls = 0
-            with at(now.side, layer_of(self)):
-                return exact(self, *arguments)
-
-        monkeypatch.setattr(owner, "forward", wrapped)
-
-    wrap_side(NativeEngine, "step", "rollout")
-    wrap_side(Scorer, "score", "training")
-    wrap_half(Attention, lambda unit: unit._layer)
-    wrap_half(Mlp, lambda unit: int(unit._path.removeprefix("layers.")))
-    return now
+    return followed(monkeypatch)
 
 
 def nudge(tensor: torch.Tensor) -> None:
@@ -156,9 +107,9 @@ def test_the_kernel_is_named(
     def planted(*arguments: Any, **options: Any) -> Any:
         result = exact(*arguments, **options)
         if (where.side, where.layer) == (side, layer):
-            if layer is None or where.calls == call:
+            if layer is None or where.calls[kernel] == call:
                 nudge(part(result))
-            where.calls += 1
+            where.calls[kernel] += 1
         return result
 
     monkeypatch.setattr(owner, name, planted)
