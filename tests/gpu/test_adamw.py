@@ -12,6 +12,7 @@ from isobit.kernels.noise import FIRST, SECOND, AdamWFactors, noise_key, num_gro
 from isobit.kernels.spec import optimiser
 from isobit.kernels.spec.optimiser import round_stochastically
 from tests.kernels.comparison import bits
+from tests.kernels.moments import zero_moments
 
 SETTINGS = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.01}
 NOISE = (2**40 + 3, 290)
@@ -24,11 +25,7 @@ def some_state(shape: tuple[int, ...], kind: str) -> list[torch.Tensor]:
     step, on the host.
     """
     master = 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
-    if kind != "fp8":
-        dtype = torch.float32 if kind == "fp32" else torch.bfloat16
-        return [master, torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)]
-    scales = [torch.zeros(num_groups(master.numel()), dtype=torch.uint8) for _ in range(2)]
-    return [master, torch.zeros(shape, dtype=FIRST), torch.zeros(shape, dtype=SECOND), *scales]
+    return [master, *zero_moments(shape, kind)]
 
 
 def update(

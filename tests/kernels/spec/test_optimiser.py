@@ -25,7 +25,6 @@ from torch import Tensor
 from isobit.kernels.noise import (
     FIRST,
     GROUP,
-    SECOND,
     AdamWFactors,
     Rows,
     noise_key,
@@ -45,6 +44,7 @@ from isobit.kernels.spec.optimiser import (
     round_stochastically,
 )
 from isobit.proof.cases import splitmix64
+from tests.kernels.moments import zero_moments
 
 MASK = (1 << 64) - 1
 PLAIN: dict[str, Any] = {
@@ -79,21 +79,8 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def zeros(like: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    return torch.zeros_like(like, dtype=dtype), torch.zeros_like(like, dtype=dtype)
-
-
-def eight_bits(count: int) -> tuple[Tensor, Tensor]:
-    return torch.zeros(count, dtype=FIRST), torch.zeros(count, dtype=SECOND)
-
-
-def scales_of(count: int) -> tuple[Tensor, Tensor]:
-    groups = num_groups(count)
-    return torch.zeros(groups, dtype=torch.uint8), torch.zeros(groups, dtype=torch.uint8)
-
-
 def test_steps_are_those_of_torch_in_fp64():
-    master, moments = randn(40, 30), zeros(randn(40, 30))
+    master, moments = randn(40, 30), zero_moments((40, 30), "fp32")
     exact = torch.nn.Parameter(master.double())
     reference = torch.optim.AdamW([exact], betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1)
     for step in range(1, 31):
@@ -127,9 +114,11 @@ def test_steps_are_those_of_torch_in_fp64():
 def test_a_decay_too_small_for_a_factor_of_its_own_is_not_lost():
     start, steps, ends = 0.02 + 0.002 * randn(4096), 2000, []
     for decay in (0.0, 0.01):
-        master, moments = start.clone(), zeros(start)
+        master, moments = start.clone(), zero_moments(start.shape, "fp32")
         for step in range(1, steps + 1):
-            update(master, randn(4096, seed=step), *moments, step, rate=1e-6, weight_decay=decay)
+            update(
+                master, randn(4096, seed=step), *moments, step=step, rate=1e-6, weight_decay=decay
+            )
         ends.append(master.double().mean())
     assert 1 - torch.tensor(1e-8) == 1
     assert (ends[0] - ends[1]).item() == pytest.approx(0.02 * steps * 1e-8, rel=0.05)
@@ -139,11 +128,11 @@ def test_a_decay_too_small_for_a_factor_of_its_own_is_not_lost():
 def test_an_element_depends_on_its_number_and_on_no_other(
     noise: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ):
-    dtype = torch.float32 if noise is None else torch.bfloat16
+    kind = "fp32" if noise is None else "bf16"
     start, grad = randn(1000), randn(1000, seed=1)
 
     def after_two_steps(count: int) -> tuple[Tensor, ...]:
-        master, moments = start[:count].clone(), zeros(start[:count], dtype)
+        master, moments = start[:count].clone(), zero_moments((count,), kind)
         for step in (1, 2):
             update(master, grad[:count].clone(), *moments, step=step, noise=noise)
         return master, *moments
@@ -158,7 +147,8 @@ def test_a_group_of_8_bit_moments_depends_on_no_other(monkeypatch: pytest.Monkey
     start, grad = randn(1000), randn(1000, seed=1)
 
     def after_two_steps(count: int) -> tuple[Tensor, ...]:
-        master, state, scales = start[:count].clone(), eight_bits(count), scales_of(count)
+        master, (*state, m_scales, v_scales) = start[:count].clone(), zero_moments((count,), "fp8")
+        scales = m_scales, v_scales
         for step in (1, 2):
             update(master, grad[:count].clone(), *state, step=step, noise=(3, 5), scales=scales)
         return master, *state, *(scale.repeat_interleave(GROUP)[:count] for scale in scales)
@@ -216,7 +206,7 @@ def test_noise_is_splitmix64_of_seed_step_tensor_and_element():
 
 def test_bf16_moments_are_the_rounded_fp32_ones():
     master, grad = randn(5000), randn(5000, seed=1)
-    wide, narrow = zeros(master), zeros(master, torch.bfloat16)
+    wide, narrow = (zero_moments((5000,), kind) for kind in ("fp32", "bf16"))
     other = master.clone()
     update(master, grad, *wide, step=1)
     update(other, grad, *narrow, step=1, noise=(1, 2))
@@ -230,7 +220,8 @@ def test_bf16_moments_are_the_rounded_fp32_ones():
 
 def test_8_bit_moments_are_the_rounded_fp32_ones():
     master, grad = randn(5000), randn(5000, seed=1)
-    wide, codes, scales = zeros(master), eight_bits(5000), scales_of(5000)
+    wide, (*codes, m_scales, v_scales) = (zero_moments((5000,), kind) for kind in ("fp32", "fp8"))
+    scales = m_scales, v_scales
     other = master.clone()
     update(master, grad, *wide, step=1)
     update(other, grad, *codes, step=1, noise=(1, 2), scales=scales)
@@ -544,20 +535,17 @@ def train(
     """
     count, beta2 = gradient(1).numel(), settings.get("beta2", 0.999)
     master, longest, second = torch.zeros(count), torch.zeros(count), torch.zeros(count)
-    scales = tuple(torch.zeros(2, num_groups(count), dtype=torch.uint8))
-    state = torch.zeros(count, dtype=FIRST), torch.zeros(count, dtype=SECOND)
-    if settings.get("wide"):
-        state = torch.zeros(count), torch.zeros(count)
+    m, v, *scales = zero_moments((count,), "fp32" if settings.get("wide") else "fp8")
     for step in range(1, steps + 1):
         before = master.clone()
         factors = AdamWFactors.of(1.0, 0.9, beta2, 1e-12, 0.0, step, clip=1.0)
-        eight: dict[str, Any] = {"key": noise_key(1, step, 2), "scales": scales}
+        eight: dict[str, Any] = {"key": noise_key(1, step, 2), "scales": tuple(scales)}
         if settings.get("wide"):
             eight = {}
-        adamw_step(master, gradient(step), *state, factors, **eight)
+        adamw_step(master, gradient(step), m, v, factors, **eight)
         longest = torch.maximum(longest, (master - before).abs())
         if step > steps // 2:
-            second += (state[1] if settings.get("wide") else decode_second(state[1], scales[1])) / (
+            second += (v if settings.get("wide") else decode_second(v, scales[1])) / (
                 steps - steps // 2
             )
     return master, longest, second
