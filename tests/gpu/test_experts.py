@@ -38,6 +38,7 @@ from isobit.kernels.spec import linear as dense_specification
 from isobit.kernels.spec.quantise import publish as publish_on_cpu
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Format, QuantTensor, ScaleKind
+from isobit.proof.cases import plain_swiglu
 from tests.gpu.operands import DEEP_GEMM_AND_TRITON
 from tests.kernels.comparison import relative_error
 
@@ -227,9 +228,8 @@ def plain_experts(
     count, total = routing.logits.shape[1], torch.zeros_like(x)
     uppers, lowers = gate_up.double().chunk(count), down.double().chunk(count)
     for index, (upper, lower) in enumerate(zip(uppers, lowers, strict=True)):
-        gate, up = (x @ upper.t()).chunk(2, -1)
         weight = (weights * (routing.experts == index)).sum(1, keepdim=True)
-        total = total + weight * ((functional.silu(gate) * up) @ lower.t())
+        total = total + weight * (plain_swiglu(x @ upper.t()) @ lower.t())
     return total
 
 

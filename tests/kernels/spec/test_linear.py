@@ -1,6 +1,5 @@
-"""The linear's operands and its three products beside the cases of ``test_cases.py``: the exact
-GEMM has one right answer for every order of its terms, and is as close to FP64 as torch's own FP32
-GEMM.
+"""The linear's operands and its three products beside the cases of ``test_cases.py``, and numbers
+that are not finite in them.
 """
 
 import pytest
@@ -46,8 +45,7 @@ def backward(
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     # Torch's cosine_similarity has an epsilon that swallows gradients of 1e-12.
-    a = a.double()
-    b = b.double()
+    a, b = a.double(), b.double()
     return float((a * b).sum() / (a.norm() * b.norm()))
 
 
