@@ -350,7 +350,7 @@ ROWS: dict[int, Row] = {
         "short blocks, in linears, export and import",
         (
             "kernels/spec/test_any_size.py::test_each_block_has_the_scale_of_its_own_numbers",
-            "kernels/spec/test_any_size.py::test_products_are_those_of_the_dequantised_matrix",
+            "kernels/spec/test_cases.py::test_rows",
             "models/test_saving.py::"
             "test_what_is_fused_with_a_part_that_is_not_whole_is_bf16_without_a_loss",
             "commands/test_export.py::test_fp8_exported_and_imported_has_the_same_bytes_and_is_exact",

@@ -7,13 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.kernels.backend import backend_of
 from isobit.kernels.noise import FIRST, SECOND, AdamWFactors, noise_key, num_groups, splitmix64
 from isobit.kernels.spec import optimiser
 from isobit.kernels.spec.optimiser import round_stochastically
+from tests.kernels.comparison import bits
+from tests.kernels.moments import zero_moments
 
 SETTINGS = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.01}
 NOISE = (2**40 + 3, 290)
@@ -26,16 +25,7 @@ def some_state(shape: tuple[int, ...], kind: str) -> list[torch.Tensor]:
     step, on the host.
     """
     master = 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
-    if kind != "fp8":
-        dtype = torch.float32 if kind == "fp32" else torch.bfloat16
-        return [master, torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)]
-    scales = [torch.zeros(num_groups(master.numel()), dtype=torch.uint8) for _ in range(2)]
-    return [
-        master,
-        torch.zeros(shape, dtype=FIRST),
-        torch.zeros(shape, dtype=SECOND),
-        *scales,
-    ]
+    return [master, *zero_moments(shape, kind)]
 
 
 def update(
@@ -60,11 +50,6 @@ def update(
     )
 
 
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """On the host, as integers: NaNs compare too, and all formats can."""
-    return x.cpu().view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[x.element_size()])
-
-
 def some_gradient(shape: tuple[int, ...], step: int) -> torch.Tensor:
     """Of all magnitudes from below FP32's normal numbers to 1e15, with zeros in between."""
     generator = torch.Generator().manual_seed(step)
@@ -84,10 +69,7 @@ def even_gradient(shape: tuple[int, ...], step: int) -> torch.Tensor:
 
 
 def take_steps(
-    state: list[torch.Tensor],
-    steps: range,
-    gradients: list[torch.Tensor],
-    first_element: int = 0,
+    state: list[torch.Tensor], steps: range, gradients: list[torch.Tensor], first_element: int = 0
 ) -> None:
     master, exp_avg, exp_avg_sq, *scales = state
     noise = None if exp_avg.dtype == torch.float32 else NOISE
@@ -195,10 +177,8 @@ def test_more_elements_than_32_bits_count() -> None:
 def test_more_elements_than_32_bits_count_with_8_bit_moments() -> None:
     size, tail = (1 << 31) + 4096, 8192
     master, grad = torch.zeros(size, device="cuda"), torch.ones(size, device="cuda")
-    first, second = (
-        torch.zeros(size, dtype=FIRST, device="cuda"),
-        torch.zeros(size, dtype=SECOND, device="cuda"),
-    )
+    first = torch.zeros(size, dtype=FIRST, device="cuda")
+    second = torch.zeros(size, dtype=SECOND, device="cuda")
     scales = [torch.zeros(num_groups(size), dtype=torch.uint8, device="cuda") for _ in range(2)]
     update(
         master,

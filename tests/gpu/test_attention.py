@@ -8,12 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.kernels.spec.qkv import Heads, factors
-from isobit.precision.quant_tensor import E4M3, Format
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.kernels.hopper.attention import (
     PART,
     TILE,
@@ -22,6 +16,8 @@ from isobit.kernels.hopper.attention import (
     decode_attention,
     prefill_attention,
 )
+from isobit.kernels.spec.qkv import Heads, factors
+from isobit.precision.quant_tensor import E4M3, Format
 
 LAYOUTS = [(32, 8, 128), (16, 8, 128), (14, 2, 64), (16, 1, 64), (8, 8, 128)]
 FORMS: list[Format] = ["e4m3", "int8", "bf16"]
@@ -168,9 +164,8 @@ def test_decode_and_chunks_equal_the_training_forward(
         rows = torch.tensor(
             [s + p for s, p in zip(case.starts, positions, strict=True)], device="cuda"
         )
-        limit = (
-            max(positions) + 1 + choose.choice([0, 3 * PART])
-        )  # the launch is sized for more than there is, as under CUDA graphs
+        # The launch is sized for more than there is, as under CUDA graphs.
+        limit = max(positions) + 1 + choose.choice([0, 3 * PART])
         limit = min(limit, case.table.shape[1] * TILE)
         got, got_lse = decode_attention(
             *case.queries(rows),
@@ -240,9 +235,8 @@ def test_a_sequence_alone_equals_itself_in_company(form: Format, window: int | N
 @pytest.mark.parametrize("length", [500, PART + 600])
 @pytest.mark.parametrize("form", FORMS)
 def test_values_against_fp64(form: Format, length: int, window: int | None) -> None:
-    case = Case(
-        form, [length], 8, 2, 128, plain=True
-    )  # with scores in the thousands the tensor cores' 14 bits are what one would measure
+    # With scores in the thousands the tensor cores' 14 bits are what one would measure.
+    case = Case(form, [length], 8, 2, 128, plain=True)
     output, lse, _ = case.prefill([(0, length)], window)
     q, k, v = (x.transpose(0, 1) for x in case.exact)
     scores = (q @ k.repeat_interleave(4, 0).transpose(1, 2)) / 128**0.5
@@ -250,9 +244,8 @@ def test_values_against_fp64(form: Format, length: int, window: int | None) -> N
     behind = place[:, None] - place[None, :]
     scores.masked_fill_((behind < 0) | (behind >= (window or length)), -torch.inf)
     exact = (scores.softmax(-1) @ v.repeat_interleave(4, 0)).transpose(0, 1)
-    assert (
-        output.double() - exact
-    ).norm() / exact.norm() < 3e-3  # 1.7e-3 of it is the rounding of the output to BF16
+    # 1.7e-3 of it is the rounding of the output to BF16.
+    assert (output.double() - exact).norm() / exact.norm() < 3e-3
     exact_lse = scores.logsumexp(-1).t() / torch.log(torch.tensor(2.0, dtype=torch.float64))
     assert ((lse.double() - exact_lse).abs() / exact_lse.abs().clamp(min=1)).max() < 2e-3
 
@@ -276,9 +269,8 @@ def test_a_nan_reaches_every_query_that_sees_it(form: Format, which: str) -> Non
         else:
             values[where] = torch.nan
     output, _, _ = case.prefill([(0, length)])
-    clean = (
-        place if which == "keys" else place // TILE * TILE
-    )  # a tile's values are multiplied with a masked key's weight too: 0 NaN
+    # A tile's values are multiplied with a masked key's weight too: 0 NaN.
+    clean = place if which == "keys" else place // TILE * TILE
     assert output[:clean].isfinite().all() and output[place:].isnan().all()
     positions = [place - TILE, place, length - 1]
     for position in positions:

@@ -8,14 +8,11 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from isobit.kernels.spec.qkv import Heads, factors
-from isobit.precision.quant_tensor import Format
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.kernels.hopper.attention import PackedKeys, prefill_attention
 from isobit.kernels.hopper.attention_backward import attention_backward
+from isobit.kernels.spec.qkv import Heads, factors
+from isobit.precision.quant_tensor import Format
+from tests.kernels.comparison import relative_error
 
 LAYOUTS = [(32, 8, 128), (16, 1, 128), (8, 8, 128), (14, 2, 64), (16, 1, 64), (4, 4, 64)]
 LENGTHS = [1, 63, 64, 65, 127, 128, 129, 700, 3000]
@@ -125,10 +122,6 @@ def make(
         )
     packed = PackedKeys(k.values.cuda(), k.scales.cuda(), v.values.half().cuda(), v.scales.cuda())
     return Case(lengths, q.values.cuda(), factors(q.scales).cuda(), packed, values, d_output)
-
-
-def relative_error(x: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((x.double() - exact).norm() / exact.norm()).item()
 
 
 @pytest.mark.parametrize("format", FORMATS)

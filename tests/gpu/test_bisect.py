@@ -2,81 +2,29 @@
 its operation.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from isobit.kernels.hopper import attend, head, linear, pointwise, sampling
 from isobit.kernels.hopper.attention import PagedKeys
 from isobit.kernels.hopper.qkv import Queries
 from isobit.kernels.hopper.quantise import QuantRows
-from isobit.models.attention import Attention
-from isobit.models.mlp import Mlp
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.proof.bisect import trace_scenario
 from isobit.proof.scenarios import build_workload, engine_scenarios
-from isobit.rollout.native import NativeEngine
+from tests.proof.where import Side, Where, followed
 
-Side = Literal["rollout", "training"]
 MakePolicy = Callable[..., Policy]
 LAYER = 1
 
 
-@dataclass
-class Where:
-    """Which side and layer runs now, and how often the planted function was called in that
-    layer.
-    """
-
-    side: Side | None = None
-    layer: int | None = None
-    calls: int = 0
-
-
 @pytest.fixture
 def where(monkeypatch: pytest.MonkeyPatch) -> Where:
-    now = Where()
-
-    @contextmanager
-    def at(side: Side | None, layer: int | None) -> Iterator[None]:
-        before = now.side, now.layer
-        now.side, now.layer = side, layer
-        yield
-        now.side, now.layer = before
-
-    def wrap_side(owner: type, name: str, side: Side) -> None:
-        exact = getattr(owner, name)
-
-        def wrapped(self: Any, *arguments: Any) -> Any:
-            with at(side, None):
-                return exact(self, *arguments)
-
-        monkeypatch.setattr(owner, name, wrapped)
-
-    def wrap_half(owner: Any, layer_of: Callable[[Any], int]) -> None:
-        exact = owner.forward
-
-        def wrapped(self: Any, *arguments: Any) -> Any:
-            if owner is Attention:
-                now.calls = 0
-            with at(now.side, layer_of(self)):
-                return exact(self, *arguments)
-
-        monkeypatch.setattr(owner, "forward", wrapped)
-
-    wrap_side(NativeEngine, "step", "rollout")
-    wrap_side(Scorer, "score", "training")
-    wrap_half(Attention, lambda unit: unit._layer)
-    wrap_half(Mlp, lambda unit: int(unit._path.removeprefix("layers.")))
-    return now
+    return followed(monkeypatch)
 
 
 def nudge(tensor: torch.Tensor) -> None:
@@ -119,14 +67,7 @@ FAULTS: dict[str, tuple[Any, Any, int, Callable[[Any], torch.Tensor], str, str]]
     ),
     "GEMM": (linear, "fp8_gemm_nt", 1, itself, "layers.1.o_proj", "GEMM"),
     "quantise": (linear, "quantise_rows", 0, itself, "layers.1.o_proj.input", "quantiser"),
-    "SwiGLU": (
-        pointwise,
-        "swiglu_quantise",
-        0,
-        itself,
-        "layers.1.down_proj.input",
-        "quantiser",
-    ),
+    "SwiGLU": (pointwise, "swiglu_quantise", 0, itself, "layers.1.down_proj.input", "quantiser"),
     "encode": (
         PAIR,
         {"rollout": "encode_paged", "training": "encode_packed"},
@@ -136,14 +77,7 @@ FAULTS: dict[str, tuple[Any, Any, int, Callable[[Any], torch.Tensor], str, str]]
         "quantiser",
     ),
     "prefill": (PAIR, "prefill_attention", 0, first, "layers.1.attention", "attention"),
-    "head": (
-        head,
-        "bf16_gemm_nt",
-        0,
-        itself,
-        "lm_head",
-        "head",
-    ),
+    "head": (head, "bf16_gemm_nt", 0, itself, "lm_head", "head"),
 }
 """By kernel: whose function (of each side), which of its calls in the layer, what of its result,
 the site, and the kind of operation.
@@ -166,18 +100,16 @@ def test_the_kernel_is_named(
 ) -> None:
     owner, name, call, part, site, kind = FAULTS[kernel]
     layer = LAYER if site.startswith("layers") else None
-    owner, name = (
-        owner[side] if isinstance(owner, dict) else owner,
-        name[side] if isinstance(name, dict) else name,
-    )
+    owner = owner[side] if isinstance(owner, dict) else owner
+    name = name[side] if isinstance(name, dict) else name
     exact = getattr(owner, name)
 
     def planted(*arguments: Any, **options: Any) -> Any:
         result = exact(*arguments, **options)
         if (where.side, where.layer) == (side, layer):
-            if layer is None or where.calls == call:
+            if layer is None or where.calls[kernel] == call:
                 nudge(part(result))
-            where.calls += 1
+            where.calls[kernel] += 1
         return result
 
     monkeypatch.setattr(owner, name, planted)

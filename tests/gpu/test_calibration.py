@@ -7,15 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from isobit.algorithms.family import Grpo
+from isobit.algorithms.policy_gradient import ClipBounds
 from isobit.config.algorithm import GrpoConfig, StepConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import TrainingConfig
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
-from isobit.algorithms.family import Grpo
-from isobit.algorithms.policy_gradient import ClipBounds
 from isobit.memory.activations import FrozenModel
 from isobit.models.decoder import decoder_shape
 from isobit.models.policy import Policy

@@ -9,10 +9,6 @@ import torch
 
 from isobit.config.precision import Preset
 from isobit.config.rollout import RolloutConfig
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.models.policy import Policy
 from isobit.proof.verify import VerifyOptions, VerifyResult, verify_policy
 from isobit.records.text import Prompt, SamplingParams

@@ -3,12 +3,26 @@ library and the other tokens; routing and gradients are the specification's.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import pytest
 import torch
 from torch.nn import functional
 
+from isobit.kernels.backend import backend_of
+from isobit.kernels.hopper.dispatch import gather, make_dispatch, most_rows
+from isobit.kernels.hopper.experts import (
+    choose,
+    experts,
+    experts_backward,
+    experts_saving,
+    route,
+    route_backward,
+    swiglu_rows,
+)
+from isobit.kernels.hopper.grouped_gemm import ExpertMatrices, grouped_gemm_nt
+from isobit.kernels.hopper.linear import linear, linear_input
+from isobit.kernels.hopper.pointwise import swiglu_input
+from isobit.kernels.hopper.quantise import publish
 from isobit.kernels.operands import (
     ExpertGradients,
     LinearInput,
@@ -24,30 +38,9 @@ from isobit.kernels.spec import linear as dense_specification
 from isobit.kernels.spec.quantise import publish as publish_on_cpu
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Format, QuantTensor, ScaleKind
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
-from isobit.kernels.backend import backend_of
-from isobit.kernels.hopper.dispatch import gather, make_dispatch, most_rows
-from isobit.kernels.hopper.experts import (
-    choose,
-    experts,
-    experts_backward,
-    experts_saving,
-    route,
-    route_backward,
-    swiglu_rows,
-)
-from isobit.kernels.hopper.gemm import why_not_deep_gemm
-from isobit.kernels.hopper.grouped_gemm import ExpertMatrices, grouped_gemm_nt
-from isobit.kernels.hopper.linear import linear, linear_input
-from isobit.kernels.hopper.pointwise import swiglu_input
-from isobit.kernels.hopper.quantise import publish
-
-BACK_ENDS: list[Literal["deep_gemm", "triton"]] = (
-    ["triton"] if why_not_deep_gemm() else ["deep_gemm", "triton"]
-)
+from isobit.proof.cases import plain_swiglu
+from tests.gpu.operands import DEEP_GEMM_AND_TRITON
+from tests.kernels.comparison import relative_error
 
 
 @dataclass(frozen=True)
@@ -130,11 +123,6 @@ def one_expert(weight: LinearWeight, index: int, count: int) -> LinearWeight:
     return LinearWeight(own, QuantTensor(values, scales, "128x128", own.parts))
 
 
-def relative(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    exact = exact.double().cpu()
-    return float((ours.double().cpu() - exact).norm() / exact.norm())
-
-
 @pytest.mark.parametrize("kind", ["power_of_two", "fp32"])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("layer", LAYERS)
@@ -159,7 +147,7 @@ def test_every_layout_and_library_gives_the_bits_of_a_dense_call_an_expert(
     suits = all(m.suits_deep_gemm for m in matrices)
     for height in (None, 256):
         dispatch = make_dispatch(routing.experts, sizes.count, height)
-        for back_end in BACK_ENDS:
+        for back_end in DEEP_GEMM_AND_TRITON:
             if height is not None and (back_end == "triton" or not suits):
                 continue
             up = grouped_gemm_nt(gather(read, dispatch), matrices[0], dispatch, back_end)
@@ -225,8 +213,8 @@ def test_values_against_the_specification(layer: str, format: Format, kind: Scal
     read = dense_specification.linear_input(x.cpu(), cpu[0].site).read
     theirs = specification.experts(read, to_cpu(routing), *cpu)
     exact = plain_experts(x.double(), routing, routing.weights.double(), *made.masters)
-    assert relative(ours, exact) < 1.02 * relative(theirs, exact)
-    assert relative(ours, theirs) < 0.01
+    assert relative_error(ours, exact) < 1.02 * relative_error(theirs, exact)
+    assert relative_error(ours, theirs) < 0.01
 
 
 def plain_experts(
@@ -240,9 +228,8 @@ def plain_experts(
     count, total = routing.logits.shape[1], torch.zeros_like(x)
     uppers, lowers = gate_up.double().chunk(count), down.double().chunk(count)
     for index, (upper, lower) in enumerate(zip(uppers, lowers, strict=True)):
-        gate, up = (x @ upper.t()).chunk(2, -1)
         weight = (weights * (routing.experts == index)).sum(1, keepdim=True)
-        total = total + weight * ((functional.silu(gate) * up) @ lower.t())
+        total = total + weight * (plain_swiglu(x @ upper.t()) @ lower.t())
     return total
 
 
@@ -267,7 +254,7 @@ def test_routing_does_not_depend_on_the_batch(count: int, top_k: int) -> None:
     x, router = drawn(1, 4096, 2048).bfloat16(), drawn(2, count, 2048).bfloat16()
     whole = route(x, router, top_k, True)
     exact = x.double() @ router.double().t()
-    assert relative(whole.logits, exact) < 1e-5
+    assert relative_error(whole.logits, exact) < 1e-5
     gaps = exact.sort(-1, descending=True).values[:, : top_k + 1].diff(dim=-1).abs().amin(-1)
     clear = gaps > 1e-3
     chosen = exact.sort(dim=-1, descending=True).indices[:, :top_k]
@@ -365,7 +352,7 @@ def test_gradients_are_as_close_to_autograd_as_the_specifications(
         ("x", "weights", "gate_up", "down"), ours, theirs, exact, strict=True
     ):
         assert mine.isfinite().all(), name
-        mine, other = relative(mine, best), relative(other, best)
+        mine, other = relative_error(mine, best), relative_error(other, best)
         assert mine < 1.05 * other + 1e-4, (name, mine, other)
     last = [part.chunk(sizes.count)[-1] for part in ours[2:]]
     assert all((part == 1).all() for part in last)  # nobody went there
@@ -405,6 +392,6 @@ def test_the_routers_gradient_is_autograds(count: int, top_k: int, renormalise: 
         grad = start.clone()
         dx = route_backward(d_weights, x, routing, router, renormalise, loss, grad)
         made.append((dx, grad))
-    assert relative(made[0][0], d_x) < 3e-3  # rounded to BF16
-    assert relative(made[0][1], start.double() + d_router) < 1e-5
+    assert relative_error(made[0][0], d_x) < 3e-3  # rounded to BF16
+    assert relative_error(made[0][1], start.double() + d_router) < 1e-5
     assert all(map(torch.equal, *made))

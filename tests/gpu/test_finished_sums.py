@@ -7,13 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.finished_sums import SMALL, WHOLE, Case, Size, others
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.kernels.backend import backend_of
 from isobit.kernels.hopper import head
+from tests.finished_sums import SMALL, WHOLE, Case, Size, others
 
 LARGE = Size(8192, 4096, (32, 8, 128), 20_000, (16, 4, 768))
 FEW = replace(LARGE, tokens=1000)

@@ -1,5 +1,5 @@
-"""The GEMMs on a Hopper GPU: rows free of the batch, all back ends equal where scaling is exact,
-and the values of the specification.
+"""The GEMMs on a Hopper GPU, for matrices of any size: rows free of the batch, parts multiplied as
+if each stood alone, all back ends equal where scaling is exact, the specification's values.
 """
 
 from typing import Literal
@@ -7,60 +7,43 @@ from typing import Literal
 import pytest
 import torch
 
-from isobit.kernels.spec.linear import fp8_gemm_nt as specification
-from isobit.kernels.spec.quantise import quantise_blocks
-from isobit.kernels.spec.quantise import quantise_rows as quantise_rows_on_cpu
-from isobit.precision.quant_tensor import QuantTensor, ScaleKind
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
-from isobit.kernels.hopper.gemm import BackEnd, bf16_gemm_nt, fp8_gemm_nt, why_not_deep_gemm
+from isobit.kernels.hopper.gemm import BackEnd, bf16_gemm_nt, fp8_gemm_nt
 from isobit.kernels.hopper.quantise import publish_blocks, quantise_rows
-
-BF16_BACK_ENDS: list[Literal["deep_gemm", "triton"]] = (
-    ["triton"] if why_not_deep_gemm() else ["deep_gemm", "triton"]
+from isobit.kernels.spec import quantise as specification
+from isobit.kernels.spec.linear import fp8_gemm_nt as gemm_specification
+from isobit.precision.quant_tensor import QuantTensor, ScaleKind
+from tests.gpu.operands import (
+    BACK_ENDS,
+    BF16_ROUNDING,
+    DEEP_GEMM_AND_TRITON,
+    KINDS,
+    MATRICES,
+    bf16,
+    published,
 )
-BACK_ENDS: list[BackEnd] = [*BF16_BACK_ENDS, "scaled_mm"]
-KINDS: list[ScaleKind] = ["power_of_two", "fp32"]
-INVARIANT = [
-    (back_end, kind)
-    for back_end in BACK_ENDS
-    for kind in KINDS
-    if (back_end, kind) != ("scaled_mm", "fp32")
-]
-ROWS = (1, 2, 3, 4, 7, 16, 33, 64, 100, 129, 257, 512)
+from tests.kernels.comparison import relative_error
+
+INVARIANT = [(b, k) for b in BACK_ENDS for k in KINDS if (b, k) != ("scaled_mm", "fp32")]
+ALL = [*MATRICES, ((256,), 896), ((4096,), 12288)]
+ROWS = (1, 2, 3, 4, 7, 16, 33, 64, 100, 129, 257, 500, 512)
 needs_deep_gemm = pytest.mark.skipif(
-    len(BF16_BACK_ENDS) == 1, reason="DeepGEMM or nvcc is not installed"
+    len(DEEP_GEMM_AND_TRITON) == 1, reason="DeepGEMM or nvcc is not installed"
 )
-
-
-def on_gpu(x: QuantTensor) -> QuantTensor:
-    return QuantTensor(x.values.cuda(), x.scales.cuda(), x.granularity)
-
-
-def random_weight(n: int, k: int, kind: ScaleKind = "power_of_two") -> QuantTensor:
-    weight = QuantTensor.empty_blocks(n, k, torch.device("cuda"))
-    publish_blocks(torch.randn(n, k, device="cuda"), weight, kind)
-    return weight
-
-
-def bf16(rows: int, columns: int) -> torch.Tensor:
-    return torch.randn(rows, columns, device="cuda").bfloat16()
 
 
 @pytest.mark.parametrize(("back_end", "kind"), INVARIANT)
-@pytest.mark.parametrize(("n", "k"), [(1536, 1024), (256, 896), (4096, 12288)])
+@pytest.mark.parametrize(("parts", "k"), ALL)
 def test_fp8_rows_do_not_depend_on_the_batch(
-    back_end: BackEnd, kind: ScaleKind, n: int, k: int
+    back_end: BackEnd, kind: ScaleKind, parts: tuple[int, ...], k: int
 ) -> None:
-    x, w = bf16(1024, k), random_weight(n, k, kind)
-    whole = fp8_gemm_nt(quantise_rows(x, kind), w, kind, back_end)
+    x, (weight, _) = bf16(1024, k), published(parts, k, kind)
+    whole = fp8_gemm_nt(quantise_rows(x, kind), weight, kind, back_end)
     for m in ROWS:
-        assert torch.equal(fp8_gemm_nt(quantise_rows(x[:m], kind), w, kind, back_end), whole[:m]), m
+        made = fp8_gemm_nt(quantise_rows(x[:m], kind), weight, kind, back_end)
+        assert torch.equal(made, whole[:m]), m
 
 
-@pytest.mark.parametrize("back_end", BF16_BACK_ENDS)
+@pytest.mark.parametrize("back_end", DEEP_GEMM_AND_TRITON)
 @pytest.mark.parametrize(
     ("n", "k", "dtype"),
     [
@@ -70,6 +53,11 @@ def test_fp8_rows_do_not_depend_on_the_batch(
         (6144, 4096, torch.bfloat16),
         (1536, 896, torch.bfloat16),
         (40, 72, torch.float32),  # DeepGEMM is left out: its tiles are larger
+        *(
+            (n, k, dtype)
+            for n, k in ((1000, 576), (49152, 576), (320, 960), (192, 576))
+            for dtype in (torch.float32, torch.bfloat16)
+        ),
     ],
 )
 def test_bf16_rows_do_not_depend_on_the_batch(
@@ -78,29 +66,34 @@ def test_bf16_rows_do_not_depend_on_the_batch(
     rows = 4096 if n < 100_000 else 2048
     x, w = bf16(rows, k), bf16(n, k)
     whole = bf16_gemm_nt(x, w, dtype, back_end)
-    for m in (1, 3, 16, 64, 100, 257, rows // 2):
+    for m in (1, 3, 7, 16, 64, 100, 129, 257, 500, rows // 2):
         assert torch.equal(bf16_gemm_nt(x[:m], w, dtype, back_end), whole[:m]), m
-    exact = x[:64].double() @ w.double().t()
-    assert (whole[:64] - exact).norm() / exact.norm() < (1e-5 if dtype == torch.float32 else 2.5e-3)
+    bound = 1e-5 if dtype == torch.float32 else 2.5e-3
+    assert relative_error(whole[:64], x[:64].double() @ w.double().t()) < bound
 
 
-@pytest.mark.parametrize("m", [1, 16, 100, 1024])
-def test_every_back_end_gives_the_same_bits(m: int) -> None:
-    for n, k in ((1536, 1024), (256, 896), (4096, 12288)):
-        a, w = quantise_rows(bf16(m, k)), random_weight(n, k)
-        expected = fp8_gemm_nt(a, w, "power_of_two", "triton")
+@pytest.mark.parametrize(("parts", "k"), ALL)
+def test_every_back_end_gives_a_part_the_bits_that_it_has_alone(
+    parts: tuple[int, ...], k: int
+) -> None:
+    weight, master = published(parts, k)
+    alone = [QuantTensor.empty_blocks(n, k, master.device) for n in parts]
+    for part, of_part in zip(alone, master.split(parts), strict=True):
+        publish_blocks(of_part.contiguous(), part)
+    for m in (1, 16, 100, 300, 1024):
+        x = quantise_rows(bf16(m, k))
+        expected = fp8_gemm_nt(x, weight, "power_of_two", "triton")
         for back_end in BACK_ENDS:
-            assert torch.equal(fp8_gemm_nt(a, w, "power_of_two", back_end), expected), (
-                back_end,
-                n,
-                k,
-            )
+            whole = fp8_gemm_nt(x, weight, "power_of_two", back_end)
+            assert torch.equal(whole, expected), (back_end, m)
+            made = [fp8_gemm_nt(x, part, "power_of_two", back_end) for part in alone]
+            assert torch.equal(whole, torch.cat(made, 1)), (back_end, m)
 
 
 @needs_deep_gemm
 @pytest.mark.parametrize("m", [16, 300])
 def test_triton_and_deep_gemm_agree_with_fp32_scales_and_in_bf16(m: int) -> None:
-    a, w = quantise_rows(bf16(m, 4096), "fp32"), random_weight(1536, 4096, "fp32")
+    a, (w, _) = quantise_rows(bf16(m, 4096), "fp32"), published((1536,), 4096, "fp32")
     assert torch.equal(fp8_gemm_nt(a, w, "fp32", "deep_gemm"), fp8_gemm_nt(a, w, "fp32", "triton"))
     x, y = bf16(m, 4096), bf16(1536, 4096)
     assert torch.equal(
@@ -109,8 +102,14 @@ def test_triton_and_deep_gemm_agree_with_fp32_scales_and_in_bf16(m: int) -> None
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
-def test_values_against_the_specification(back_end: BackEnd) -> None:
-    x, w = torch.randn(200, 896).bfloat16(), quantise_blocks(torch.randn(384, 896).bfloat16())
-    exact = specification(quantise_rows_on_cpu(x), w)
-    ours = fp8_gemm_nt(quantise_rows(x.cuda()), on_gpu(w), "power_of_two", back_end).cpu()
-    assert (ours.float() - exact).norm() / exact.norm() < 2.5e-3  # a BF16 rounding is 1.7e-3
+@pytest.mark.parametrize(("parts", "k"), MATRICES)
+def test_values_against_the_specification(
+    back_end: BackEnd, parts: tuple[int, ...], k: int
+) -> None:
+    x, (weight, master) = bf16(129, k), published(parts, k)
+    exact = gemm_specification(
+        specification.quantise_rows(x.cpu()),
+        specification.quantise_blocks(master.bfloat16().cpu(), parts=parts),
+    )
+    ours = fp8_gemm_nt(quantise_rows(x), weight, "power_of_two", back_end)
+    assert relative_error(ours, exact) < BF16_ROUNDING

@@ -16,9 +16,6 @@ from time import perf_counter
 import pytest
 import torch
 
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig
 from isobit.models import weight_deltas

@@ -9,18 +9,6 @@ import pytest
 import torch
 
 from isobit.config.precision import Preset
-from isobit.kernels.operands import HeadWeight, LinearInput, LinearWeight, Operand, Routing
-from isobit.kernels.spec import head as head_specification
-from isobit.kernels.spec import linear as linear_specification
-from isobit.kernels.spec import quantise as specification
-from isobit.kernels.spec.experts import one_expert
-from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import BLOCK, Format, Int8Rows, ScaleKind, block_sizes
-from tests.int8_products import EXPECTED, PRODUCTS, digests
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.kernels.backend import backend_of
 from isobit.kernels.hopper import head, pointwise
 from isobit.kernels.hopper.dispatch import gather, make_dispatch
@@ -46,12 +34,29 @@ from isobit.kernels.hopper.quantise import (
     swiglu_int8,
 )
 from isobit.kernels.hopper.token_groups import quantise_tokens
+from isobit.kernels.operands import HeadWeight, LinearInput, LinearWeight, Operand, Routing
+from isobit.kernels.spec import head as head_specification
+from isobit.kernels.spec import linear as linear_specification
+from isobit.kernels.spec import quantise as specification
+from isobit.kernels.spec.experts import one_expert
 from isobit.models.policy import Policy
+from isobit.precision.flow import Site
+from isobit.precision.quant_tensor import Format, Int8Rows, ScaleKind, block_sizes
 from isobit.proof.verify import VerifyOptions, verify_policy
+from tests.gpu.operands import (
+    BF16_ROUNDING,
+    KINDS,
+    TENSOR_CORE,
+    assert_whole_blocks,
+    bf16,
+    every_bf16,
+    random_master,
+)
+from tests.int8_products import EXPECTED, PRODUCTS, digests
+from tests.kernels.comparison import bits, relative_error, same
 
 MakePolicy = Callable[..., Policy]
 
-KINDS: list[ScaleKind] = ["power_of_two", "fp32"]
 COLUMNS = (1, 7, 16, 80, 128, 576, 896, 1040, 1536, 4096, 5120, 12288, 28672)
 MATRICES = [
     ((576, 192, 192), 576),  # SmolLM2-135M's q, k and v
@@ -62,8 +67,6 @@ MATRICES = [
 ]
 SIZES = [(1536, 1024), (257, 896), (1001, 960), (100, 200), (7, 77), (4096, 12288), (24576, 4096)]
 ROWS = (1, 2, 7, 16, 17, 33, 64, 65, 100, 128, 129, 257, 300)
-TENSOR_CORE = 2e-3  # of a norm: FP8 tensor cores keep 14 bits within a group
-BF16_ROUNDING = 3e-3  # 1.7e-3, and the above
 
 
 def site(parts: tuple[int, ...] = (), kind: ScaleKind = "power_of_two") -> Site:
@@ -75,13 +78,6 @@ def on_cpu(x: Operand) -> Int8Rows:
     return Int8Rows(x.values.cpu(), x.scales.cpu())
 
 
-def assert_same(ours: Operand, exact: Operand) -> None:
-    """To the bit: NaNs compare, too."""
-    mine, theirs = on_cpu(ours), on_cpu(exact)
-    assert torch.equal(mine.values, theirs.values)
-    assert torch.equal(mine.scales.view(torch.int32), theirs.scales.view(torch.int32))
-
-
 def wild(rows: int, columns: int) -> torch.Tensor:
     """Magnitudes over many orders; rows of zeros, of tiny numbers, and some that are not finite."""
     x = (torch.randn(rows, columns) * torch.exp(5 * torch.randn(rows, columns))).bfloat16()
@@ -90,42 +86,27 @@ def wild(rows: int, columns: int) -> torch.Tensor:
     return x
 
 
-def bf16(rows: int, columns: int) -> torch.Tensor:
-    spread = torch.exp(torch.randn(rows, columns, device="cuda"))
-    return (torch.randn(rows, columns, device="cuda") * spread).bfloat16()
-
-
 def published(parts: tuple[int, ...], k: int, kind: ScaleKind = "power_of_two") -> LinearWeight:
-    master = torch.randn(sum(parts), k, device="cuda")
-    master *= torch.exp(2 * torch.randn(sum(parts), 1, device="cuda"))
     made = site(parts, kind)
-    return LinearWeight(made, publish(made, master))
+    return LinearWeight(made, publish(made, random_master(sum(parts), k)))
 
 
 def of_host(weight: LinearWeight) -> LinearWeight:
     return LinearWeight(weight.site, on_cpu(weight.matrix))
 
 
-def relative(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    exact = exact.double().cpu()
-    return float((ours.double().cpu() - exact).norm() / exact.norm())
-
-
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_rows(columns: int) -> None:
     for rows in (1, 67, 300):
         x = wild(rows, columns)
-        assert_same(quantise_int8(x.cuda()), specification.quantise_int8(x))
+        assert same(quantise_int8(x.cuda()), specification.quantise_int8(x))
 
 
 def test_every_bf16_number() -> None:
-    bits = torch.randperm(65536, generator=torch.Generator().manual_seed(0)).to(torch.int32)
-    x = bits.to(torch.uint16).view(torch.bfloat16)
-    finite = torch.where(x.isfinite(), x, torch.zeros_like(x))
-    for case in (x, finite, torch.where(finite.abs() < 1, finite, torch.zeros_like(x))):
+    for case in every_bf16():
         for columns in (1, 16, 128):
             rows = case.view(-1, columns)
-            assert_same(quantise_int8(rows.cuda()), specification.quantise_int8(rows))
+            assert same(quantise_int8(rows.cuda()), specification.quantise_int8(rows))
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
@@ -135,12 +116,12 @@ def test_norm_is_quantised_as_it_is_rounded_whether_kept_or_not(columns: int) ->
     new, norm, made = rms_norm_int8(h, x, weight, 1e-6, keep=True)
     assert norm is not None
     torch.testing.assert_close(new, h + x, rtol=0, atol=0, equal_nan=True)
-    assert_same(made, specification.quantise_int8(norm.cpu()))
+    assert same(made, specification.quantise_int8(norm.cpu()))
     for rows in (slice(0, 70), slice(5, 6), slice(13, 40)):
         other, nothing, without = rms_norm_int8(h[rows], x[rows], weight, 1e-6, keep=False)
         assert nothing is None
         assert torch.equal(other.view(torch.int16), new[rows].view(torch.int16))
-        assert_same(without, Int8Rows(made.values[rows], made.scales[rows]))
+        assert same(without, Int8Rows(made.values[rows], made.scales[rows]))
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
@@ -148,9 +129,9 @@ def test_swiglu_is_quantised_as_it_is_rounded(columns: int) -> None:
     for gate_up in (3 * torch.randn(50, 2 * columns), wild(50, 2 * columns)):
         gate_up = gate_up.bfloat16().cuda()
         made = swiglu_int8(gate_up)
-        assert_same(made, specification.quantise_int8(swiglu(gate_up).cpu()))
+        assert same(made, specification.quantise_int8(swiglu(gate_up).cpu()))
         alone = swiglu_int8(gate_up[7:8])
-        assert_same(alone, Int8Rows(made.values[7:8], made.scales[7:8]))
+        assert same(alone, Int8Rows(made.values[7:8], made.scales[7:8]))
 
 
 @pytest.mark.parametrize("wgrad_format", ["e4m3", "bf16"])
@@ -166,20 +147,19 @@ def test_inputs_with_what_wgrad_reads(wgrad_format: Format) -> None:
         (pointwise.swiglu_input(gate_up, made_site, save=True), y),
     ]
     for made, read in given:
-        assert_same(made.read, specification.quantise_int8(read.cpu()))
+        assert same(made.read, specification.quantise_int8(read.cpu()))
         assert made.saved is not None
         if wgrad_format == "bf16":
             assert isinstance(made.saved, torch.Tensor) and torch.equal(made.saved, read)
             continue
         expected = quantise_tokens(read)
         assert not isinstance(made.saved, torch.Tensor)
-        values = [one.values.view(torch.uint8) for one in (made.saved, expected)]
-        assert torch.equal(*values) and torch.equal(made.saved.scales, expected.scales)
+        assert same(made.saved, expected)
     for without in (linear_input(x, made_site), pointwise.swiglu_input(gate_up, made_site)):
         assert without.saved is None
     alone = pointwise.add_rms_norm(x, None, weight, 1e-6, made_site)
     assert alone.norm is None and alone.input is not None
-    assert_same(alone.input.read, normed.input.read)
+    assert same(alone.input.read, normed.input.read)
 
 
 @pytest.mark.parametrize(("n", "k"), SIZES)
@@ -277,8 +257,8 @@ def test_publishing(columns: int) -> None:
         changed = republish(weight, master.cuda())
         exact = specification.publish(site(), master)
         assert isinstance(exact, Int8Rows)
-        assert_same(matrix, exact)
-        assert_same(publish(site(), master.cuda()), exact)
+        assert same(matrix, exact)
+        assert same(publish(site(), master.cuda()), exact)
         assert changed.dtype == torch.int64
         assert int(changed) == int((before != exact.values).sum()) > 0
         assert int(republish(weight, master.cuda())) == 0
@@ -288,7 +268,7 @@ def test_publishing(columns: int) -> None:
     assert places == (matrix.values.data_ptr(), matrix.scales.data_ptr())
     for first, last in ((0, 100), (100, 300)):
         republish(weight.rows(first, last), strange[first:last].cuda())
-    assert_same(matrix, specification.publish(site(), strange))
+    assert same(matrix, specification.publish(site(), strange))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -305,13 +285,10 @@ def test_what_dgrad_multiplies_by_is_the_specifications(
         turned = transposed_weight(matrix, parts, kind)
         wide = specification.dequantise_int8(on_cpu(matrix))
         exact = specification.quantise_blocks(wide, kind, parts)
-        scales = turned.scales.cpu().view(torch.int32)
-        assert torch.equal(scales, exact.scales.t().contiguous().view(torch.int32))
-        blocks = exact.values.view(torch.uint8).t().split(block_sizes(parts), 1)
-        whole = turned.values.view(torch.uint8).cpu().split(BLOCK, 1)
-        for mine, block in zip(whole, blocks, strict=True):
-            assert torch.equal(mine[:, : block.shape[1]], block)
-            assert not mine[:, block.shape[1] :].any()
+        assert same(turned.scales, exact.scales.t())
+        blocks = bits(exact.values).t().split(block_sizes(parts), 1)
+        everywhere = torch.ones(k, len(blocks), dtype=torch.bool)
+        assert_whole_blocks(bits(turned.values), blocks, everywhere)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -326,10 +303,10 @@ def test_dgrad(parts: tuple[int, ...], k: int, kind: ScaleKind) -> None:
         assert ours.shape == (m, k) and ours.dtype == torch.bfloat16
         expected = specification.quantise_rows(dy.cpu(), kind, parts)
         read = linear_specification.dequantise_rows(expected).double()
-        assert relative(ours, read @ exact_weight) < BF16_ROUNDING
+        assert relative_error(ours, read @ exact_weight) < BF16_ROUNDING
         theirs = linear_specification.dgrad(expected, of_host(weight))
         exact = dy.cpu().double() @ exact_weight
-        assert relative(ours, exact) < 1.02 * relative(theirs, exact)
+        assert relative_error(ours, exact) < 1.02 * relative_error(theirs, exact)
         assert torch.equal(ours, dgrad(rows, weight))
 
 
@@ -347,7 +324,7 @@ def test_wgrad(wgrad_format: Format) -> None:
     host = linear_specification.output_gradient(dy.cpu(), made_site).tokens
     theirs = linear_specification.input_saved(x.cpu(), made_site)
     wide = [linear_specification.dequantise_tokens(one).double() for one in (host, theirs)]
-    assert relative(product, wide[0].t() @ wide[1]) < TENSOR_CORE
+    assert relative_error(product, wide[0].t() @ wide[1]) < TENSOR_CORE
     assert wgrad_format == "bf16" or torch.equal(grad, start + product)  # a finished sum
 
 
@@ -428,7 +405,7 @@ def test_an_int8_head_has_the_specifications_logits_in_every_batch(
     assert again.int8 is not None and again.int8.values is made.int8.values
     exact = specification.publish_head(HEAD, table.cpu())
     assert exact.int8 is not None
-    assert_same(again.int8, exact.int8)
+    assert same(again.int8, exact.int8)
     wanted = head_specification.head_logits(hidden.cpu(), exact, drawn)
     for count in (1, 7, 64, 129, 300):
         assert torch.equal(head.head_logits(hidden[:count], again, drawn).cpu(), wanted[:count])

@@ -1,117 +1,112 @@
-"""DGrad and WGrad on the GPU against FP64 over the very operands that they multiply; they repeat
-and add up in place.
+"""DGrad and WGrad on the GPU, for matrices of any size, against FP64 over the very operands that
+they multiply; they repeat and add up in place.
 """
 
 import pytest
 import torch
 
-from isobit.kernels.operands import LinearWeight
-from isobit.kernels.spec import linear as specification
-from isobit.kernels.spec.quantise import publish
-from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import BLOCK, QuantTensor, ScaleKind
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
-from isobit.kernels.hopper.gemm import BackEnd, fp8_gemm_nt, why_not_deep_gemm
+from isobit.kernels.hopper.gemm import BackEnd, fp8_gemm_nt
 from isobit.kernels.hopper.linear import (
     bf16_gemm_nn,
     bf16_gemm_tn,
-    fp8_gemm_nn,
+    dgrad,
     fp8_gemm_tn,
+    linear,
+    linear_input,
+    output_gradient,
     transpose_blocks,
+    wgrad,
 )
-from isobit.kernels.hopper.quantise import QuantRows, publish_blocks, quantise_rows
-from isobit.kernels.hopper.token_groups import quantise_both, quantise_tokens
-
-KINDS: list[ScaleKind] = ["power_of_two", "fp32"]
-BACK_ENDS: list[BackEnd] = ["triton"] if why_not_deep_gemm() else ["deep_gemm", "triton"]
-TENSOR_CORE = 2e-3  # of a norm: FP8 tensor cores keep 14 bits within a group
-BF16_ROUNDING = 3e-3  # 1.7e-3, and the above
-SHAPES = [
-    (128, 256),
-    (896, 384),
-    (1536, 1024),
-]  # N, K: never square, since a square hides a transposed operand
-
-
-def published(n: int, k: int, kind: ScaleKind = "power_of_two") -> QuantTensor:
-    weight = QuantTensor.empty_blocks(n, k, torch.device("cuda"))
-    publish_blocks(
-        torch.randn(n, k, device="cuda") * torch.exp(2 * torch.randn(n, 1, device="cuda")),
-        weight,
-        kind,
-    )
-    return weight
+from isobit.kernels.hopper.quantise import QuantRows, publish, republish
+from isobit.kernels.hopper.token_groups import quantise_tokens
+from isobit.kernels.operands import LinearWeight
+from isobit.kernels.spec import linear as specification
+from isobit.kernels.spec.quantise import quantise_blocks
+from isobit.kernels.spec.quantise import quantise_rows as quantise_rows_on_cpu
+from isobit.precision.flow import Site
+from isobit.precision.quant_tensor import Format, ScaleKind
+from tests.gpu.operands import (
+    BF16_ROUNDING,
+    DEEP_GEMM_AND_TRITON,
+    KINDS,
+    MATRICES,
+    TENSOR_CORE,
+    bf16,
+    fp64,
+    published,
+)
+from tests.kernels.comparison import relative_error
 
 
-def bf16(rows: int, columns: int) -> torch.Tensor:
-    return (
-        torch.randn(rows, columns, device="cuda")
-        * torch.exp(torch.randn(rows, columns, device="cuda"))
-    ).bfloat16()
-
-
-def rows_fp64(x: QuantRows) -> torch.Tensor:
-    """What the GEMM reads."""
-    return x.values.double() * x.scales.double().repeat_interleave(BLOCK, 1)
-
-
-def blocks_fp64(w: QuantTensor) -> torch.Tensor:
-    return w.values.double() * w.scales.double().repeat_interleave(BLOCK, 0).repeat_interleave(
-        BLOCK, 1
-    )
-
-
-def relative(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((ours.double() - exact).norm() / exact.norm())
-
-
-@pytest.mark.parametrize(("n", "k"), [*SHAPES, (4096, 12288), (128, 128)])
-def test_transpose_blocks_moves_bytes(n: int, k: int) -> None:
-    every = torch.randint(0, 256, (n, k), dtype=torch.uint8, device="cuda").view(
-        torch.float8_e4m3fn
-    )
-    weight = QuantTensor(every, torch.randn(n // BLOCK, k // BLOCK, device="cuda"), "128x128")
-    turned = transpose_blocks(weight)
-    assert turned.values.is_contiguous() and turned.scales.is_contiguous()
-    assert torch.equal(turned.values.view(torch.uint8), weight.values.view(torch.uint8).t())
-    assert torch.equal(turned.scales, weight.scales.t())
+def e4m3_site(
+    parts: tuple[int, ...], kind: ScaleKind = "power_of_two", of_wgrad: Format = "e4m3"
+) -> Site:
+    return Site("qkv_proj", "linear", "e4m3", kind, "e4m3", of_wgrad, parts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_dgrad_against_fp64(kind: ScaleKind, n: int, k: int) -> None:
-    weight = published(n, k, kind)
+@pytest.mark.parametrize(("parts", "k"), MATRICES)
+def test_dgrad(kind: ScaleKind, parts: tuple[int, ...], k: int) -> None:
+    """Against FP64 over the very operands; and no worse than the specification's against dY W."""
+    site = e4m3_site(parts, kind)
+    matrix, master = published(parts, k, kind)
+    weight = LinearWeight(site, matrix)
+    on_cpu = LinearWeight(site, quantise_blocks(master.bfloat16().cpu(), kind, parts))
+    exact_weight = specification.dequantised(on_cpu).double()
     for m in (1, 100, 257):
-        dy = quantise_rows(bf16(m, n), kind)
-        ours = fp8_gemm_nn(dy, weight, kind)
+        dy = bf16(m, sum(parts))
+        rows = output_gradient(dy, site).rows
+        ours = dgrad(rows, weight)
         assert ours.shape == (m, k) and ours.dtype == torch.bfloat16
-        assert relative(ours, rows_fp64(dy) @ blocks_fp64(weight)) < BF16_ROUNDING
-        assert torch.equal(ours, fp8_gemm_nn(dy, weight, kind))
-        assert torch.equal(ours, fp8_gemm_nt(dy, transpose_blocks(weight), kind))
+        expected = quantise_rows_on_cpu(dy.cpu(), kind, parts)
+        read = specification.dequantise_rows(expected).double()
+        assert relative_error(ours, read @ exact_weight) < BF16_ROUNDING
+        theirs, exact = specification.dgrad(expected, on_cpu), dy.cpu().double() @ exact_weight
+        assert relative_error(ours, exact) < 1.02 * relative_error(theirs, exact)
+        assert torch.equal(ours, dgrad(rows, weight))
+        assert isinstance(rows, QuantRows)
+        assert torch.equal(ours, fp8_gemm_nt(rows, transpose_blocks(matrix), kind))
 
 
-@pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_wgrad_adds_to_the_gradient(back_end: BackEnd, kind: ScaleKind, n: int, k: int) -> None:
-    for tokens in (1, 128, 300, 1000):
+@pytest.mark.parametrize(("parts", "k"), [*MATRICES, ((128,), 128)])
+def test_wgrad_adds_to_the_gradient(kind: ScaleKind, parts: tuple[int, ...], k: int) -> None:
+    n = sum(parts)
+    for tokens in (1, 128, 300, 1000, 4000):
         dy, x = quantise_tokens(bf16(tokens, n), kind), quantise_tokens(bf16(tokens, k), kind)
-        exact = rows_fp64(dy) @ rows_fp64(x).t()
-        product = torch.zeros(n, k, device="cuda")
-        fp8_gemm_tn(dy, x, product, back_end)
-        assert relative(product, exact) < TENSOR_CORE
-        start = torch.randn(n, k, device="cuda")
-        gradient = start.clone()
-        fp8_gemm_tn(dy, x, gradient, back_end)
-        assert torch.equal(gradient, start + product)  # a finished sum, added once
-        fp8_gemm_tn(dy, x, gradient, back_end)
-        assert torch.equal(gradient, start + product + product)
+        exact, start = fp64(dy) @ fp64(x).t(), torch.randn(n, k, device="cuda")
+        made: list[torch.Tensor] = []
+        for back_end in DEEP_GEMM_AND_TRITON:
+            product, gradient = torch.zeros(n, k, device="cuda"), start.clone()
+            fp8_gemm_tn(dy, x, product, back_end)
+            assert relative_error(product, exact) < TENSOR_CORE
+            fp8_gemm_tn(dy, x, gradient, back_end)
+            assert torch.equal(gradient, start + product)  # a finished sum, added once
+            fp8_gemm_tn(dy, x, gradient, back_end)
+            assert torch.equal(gradient, start + product + product)
+            made.append(product)
+        if kind == "power_of_two":
+            assert all(torch.equal(product, made[0]) for product in made)
 
 
-@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_a_linear_with_its_backward_in_bf16_wgrad() -> None:
+    parts, k = MATRICES[0]
+    site = e4m3_site(parts, of_wgrad="bf16")
+    master = torch.randn(sum(parts), k, device="cuda")
+    weight = LinearWeight(site, publish(site, master))
+    x, dy = bf16(77, k), bf16(77, sum(parts))
+    given = linear_input(x, site, save=True)
+    assert linear(given.read, weight).shape == dy.shape
+    made = output_gradient(dy, site)
+    assert given.saved is not None and made.tokens is dy
+    grad = torch.zeros_like(master)
+    wgrad(made.tokens, given.saved, grad)
+    assert relative_error(grad, dy.double().t() @ x.double()) < 1e-5
+    assert dgrad(made.rows, weight).shape == x.shape
+    assert int(republish(weight, master)) == 0 < int(republish(weight, -master))
+
+
+@pytest.mark.parametrize("back_end", DEEP_GEMM_AND_TRITON)
 def test_wgrad_repeats_at_a_training_shape(back_end: BackEnd) -> None:
     dy, x = quantise_tokens(bf16(8000, 6144)), quantise_tokens(bf16(8000, 4096))
     first = torch.zeros(6144, 4096, device="cuda")
@@ -120,23 +115,10 @@ def test_wgrad_repeats_at_a_training_shape(back_end: BackEnd) -> None:
         again = torch.zeros_like(first)
         fp8_gemm_tn(dy, x, again, back_end)
         assert torch.equal(again, first)
-    assert relative(first, (rows_fp64(dy) @ rows_fp64(x).t())) < TENSOR_CORE
+    assert relative_error(first, fp64(dy) @ fp64(x).t()) < TENSOR_CORE
 
 
-@pytest.mark.skipif(len(BACK_ENDS) < 2, reason="needs DeepGEMM")
-@pytest.mark.parametrize(
-    ("n", "k"), [(128, 128), (384, 2048), (1536, 1024)]
-)  # 384: half a program's rows are outside
-def test_back_ends_of_wgrad_give_the_same_bits(n: int, k: int) -> None:
-    for tokens in (1, 300, 4000):
-        dy, x = quantise_tokens(bf16(tokens, n)), quantise_tokens(bf16(tokens, k))
-        made = [torch.zeros(n, k, device="cuda") for _ in BACK_ENDS]
-        for grad, back_end in zip(made, BACK_ENDS, strict=True):
-            fp8_gemm_tn(dy, x, grad, back_end)
-        assert torch.equal(*made)
-
-
-@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize("back_end", DEEP_GEMM_AND_TRITON)
 def test_wgrad_keeps_a_nan_to_its_row(back_end: BackEnd) -> None:
     dy, x = bf16(300, 384), bf16(300, 256)
     dy[200, 300] = float("nan")
@@ -148,32 +130,11 @@ def test_wgrad_keeps_a_nan_to_its_row(back_end: BackEnd) -> None:
 def test_bf16() -> None:
     for tokens, n, k in ((1, 128, 256), (77, 40, 72), (300, 896, 384), (1000, 1536, 1024)):
         dy, x, weight = bf16(tokens, n), bf16(tokens, k), bf16(n, k)
-        assert relative(bf16_gemm_nn(dy, weight), dy.double() @ weight.double()) < BF16_ROUNDING
-        exact = dy.double().t() @ x.double()
+        exact = dy.double() @ weight.double()
+        assert relative_error(bf16_gemm_nn(dy, weight), exact) < BF16_ROUNDING
         start = torch.randn(n, k, device="cuda")
-        gradient = start.clone()
-        bf16_gemm_tn(dy, x, gradient)
-        assert relative(gradient, start.double() + exact) < 1e-5
-        again = start.clone()
-        bf16_gemm_tn(dy, x, again)
+        gradient, again = start.clone(), start.clone()
+        for grad in (gradient, again):
+            bf16_gemm_tn(dy, x, grad)
+        assert relative_error(gradient, start.double() + dy.double().t() @ x.double()) < 1e-5
         assert torch.equal(again, gradient)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_both_gradients_are_those_of_the_cpu(kind: ScaleKind) -> None:
-    """From the same master and the same BF16 dY and X: the two differ by the GPU's rounding of its
-    sums and of dX alone.
-    """
-    site = Site("qkv_proj", "linear", "e4m3", kind, "e4m3", "e4m3")
-    master, dy, x = torch.randn(384, 256), bf16(200, 384).cpu(), bf16(200, 256).cpu()
-    on_cpu = LinearWeight(site, publish(site, master))
-    expected, saved = specification.output_gradient(dy, site), specification.input_saved(x, site)
-    weight = QuantTensor.empty_blocks(384, 256, torch.device("cuda"))
-    publish_blocks(master.cuda(), weight, kind)
-    rows, by_token = quantise_both(dy.cuda(), kind)
-    d_x = specification.dgrad(expected.rows, on_cpu)
-    assert relative(fp8_gemm_nn(rows, weight, kind).cpu(), d_x.double()) < BF16_ROUNDING
-    gradient, on_host = torch.zeros(384, 256, device="cuda"), torch.zeros(384, 256)
-    fp8_gemm_tn(by_token, quantise_tokens(x.cuda(), kind), gradient)
-    specification.wgrad(expected.tokens, saved, on_host)
-    assert relative(gradient.cpu(), on_host.double()) < TENSOR_CORE

@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from benchmarks.loading import read_in_fresh_process, write_folder
 from isobit.config.precision import PrecisionConfig
 from isobit.models.config import Experts, ModelConfig

@@ -14,14 +14,9 @@ import torch
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import Recompute, TrainingConfig
-from isobit.memory.sharing import DeviceSharing
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.memory.cache_size import RESERVE
 from isobit.memory.device import DevicePlanner
-from isobit.memory.sharing import HostMoments
+from isobit.memory.sharing import DeviceSharing, HostMoments
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, Prompt, SamplingParams
@@ -74,19 +69,17 @@ def test_a_released_engine_holds_nothing_and_draws_the_same_again(
     engine = NativeEngine(policy, RolloutConfig(kv_pages=PAGES), None, seed=1)
     first = answers(engine, **sampling)
     engine.release()
-    allocated, reserved = (
-        torch.cuda.memory_allocated(),
-        torch.cuda.memory_reserved(),
-    )  # with what libraries keep
+    # With what libraries keep.
+    allocated = torch.cuda.memory_allocated()
+    reserved = torch.cuda.memory_reserved()
     assert answers(engine, **sampling) == first
     cache = torch.cuda.memory_allocated() - allocated
     assert cache > 200 * MIB
     engine.release()
     assert torch.cuda.memory_allocated() - allocated < MIB, "the engine's graphs and cache are gone"
     assert torch.cuda.memory_reserved() - reserved < 64 * MIB, "and others may have their memory"
-    blocker = torch.full(
-        (cache,), 0xFF, dtype=torch.uint8, device="cuda"
-    )  # where the cache and the graphs were
+    # Where the cache and the graphs were.
+    blocker = torch.full((cache,), 0xFF, dtype=torch.uint8, device="cuda")
     assert answers(engine, **sampling) == first
     assert bool((blocker == 0xFF).all()), "no graph writes where it once did"
 
@@ -163,10 +156,8 @@ def test_a_phase_takes_what_is_planned(preset: str, recompute: Recompute, stays:
         planner = replace(planner, total=needed + RESERVE)
     plan = planner.plan(rollout, config, 8192)
     assert plan.engine_stays == stays
-    engine, trainer = (
-        NativeEngine(policy, rollout, None, seed=0),
-        Trainer(policy, config, total_updates=4),
-    )
+    engine = NativeEngine(policy, rollout, None, seed=0)
+    trainer = Trainer(policy, config, total_updates=4)
     turns, clock = DeviceSharing(plan, engine, trainer), Clock()
     drawn, made = [], weakref.ref(engine._executor.runner)  # which keeps no cache
     for _ in range(2):

@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.kernels.hopper.optimiser import add_in_order
 from isobit.kernels.spec import optimiser
 

@@ -16,10 +16,6 @@ from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.config.training import TrainingConfig
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.records.packing import lay_end_to_end
@@ -110,9 +106,8 @@ def steps_with_less_and_less_memory(preset: Preset) -> None:
     limited, budget, _ = step(LARGE)
     torch.cuda.set_per_process_memory_fraction(1.0)
     assert budget.changes and budget.changes[0].update == 0
-    reached = [
-        (change.update, change.new) for change in budget.changes
-    ]  # the second update has moments, too
+    # The second update has moments, too.
+    reached = [(change.update, change.new) for change in budget.changes]
     print(
         f"{preset}: {most >> 20} MiB with {LARGE} tokens a micro-batch, {least >> 20} with "
         f"{SMALL}; limited, it came to {reached}"

@@ -14,10 +14,7 @@ from isobit.parallel.world import World
 from tests.parallel.test_world import _tables
 from tests.worlds import in_world
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 NUMBERS, EXCHANGES = 20_000_000, 24
 
 

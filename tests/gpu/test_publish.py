@@ -5,16 +5,12 @@ from itertools import pairwise
 import pytest
 import torch
 
+from isobit.kernels.hopper.quantise import publish, publish_blocks, republish
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec.quantise import quantise_blocks
 from isobit.parallel.ownership import Ownership
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Format, QuantTensor, ScaleKind
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
-from isobit.kernels.hopper.quantise import publish, publish_blocks, republish
 
 
 def masters(rows: int, columns: int) -> torch.Tensor:
@@ -24,11 +20,10 @@ def masters(rows: int, columns: int) -> torch.Tensor:
     x = torch.randn(rows, columns) * torch.exp(6 * torch.randn(rows, columns))
     x[:128, :128] = 0.0
     x[128:256, :128] = -torch.rand(128, 128) * 1e-30
-    x[130, 130], x[300, 260], x[5, 300] = (
-        torch.nan,
-        torch.inf,
-        3.4e38,
-    )  # the last becomes infinite in BF16
+    # The last becomes infinite in BF16.
+    x[130, 130] = torch.nan
+    x[300, 260] = torch.inf
+    x[5, 300] = 3.4e38
     return x
 
 

@@ -8,23 +8,14 @@ from itertools import pairwise
 import pytest
 import torch
 
+from isobit.kernels.hopper.attention import SCALES, TILE, PackedKeys, PagedKeys
+from isobit.kernels.hopper.qkv import TILINGS, Queries, encode_packed, encode_paged, gather_pages
 from isobit.kernels.operands import QkvTransform, RopeTable
 from isobit.kernels.spec.qkv import Heads, fixed_bytes, transform_qkv
 from isobit.kernels.spec.quantise import scale_of_byte
 from isobit.precision.quant_tensor import DTYPES, E4M3, E8M0_BIAS, Format
 from isobit.util.errors import ConfigError
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
-from isobit.kernels.hopper.attention import SCALES, TILE, PackedKeys, PagedKeys
-from isobit.kernels.hopper.qkv import (
-    TILINGS,
-    Queries,
-    encode_packed,
-    encode_paged,
-    gather_pages,
-)
+from tests.kernels.comparison import bits, same
 
 LAYOUTS = [(32, 8, 128), (14, 2, 64), (5, 5, 128), (16, 1, 64)]
 FORMATS: list[Format] = ["e4m3", "int8", "bf16"]
@@ -112,23 +103,6 @@ def encoded(x: torch.Tensor, format: Format) -> Heads:
     )
 
 
-def raw(x: torch.Tensor) -> torch.Tensor:
-    """Bits on the CPU."""
-    return (
-        x.cpu()
-        .contiguous()
-        .view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
-    )
-
-
-def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    return a is b if a is None or b is None else a.dtype == b.dtype and torch.equal(raw(a), raw(b))
-
-
-def same_queries(a: Queries, b: Queries) -> bool:
-    return same(a.values, b.values) and same(a.scales, b.scales)
-
-
 def same_keys(a: PackedKeys, b: PackedKeys) -> bool:
     pairs = (
         (a.keys, b.keys),
@@ -187,14 +161,14 @@ def test_with_norms_they_differ_only_where_a_sum_of_squares_rounds_differently(
     for ours, exact in zip(
         heads_of(*case.packed("bf16"), "bf16"), case.specification("bf16"), strict=True
     ):
-        assert (raw(ours.values) != raw(exact.values)).float().mean() < 1e-3
+        assert (bits(ours.values) != bits(exact.values)).float().mean() < 1e-3
         assert (
             ours.values.double() - exact.values.double()
         ).abs().max() <= exact.values.abs().max() * 2.0**-8
     for ours, exact in zip(
         heads_of(*case.packed("e4m3"), "e4m3"), case.specification("e4m3"), strict=True
     ):
-        assert (raw(ours.values) != raw(exact.values)).float().mean() < 1e-3
+        assert (bits(ours.values) != bits(exact.values)).float().mean() < 1e-3
         assert (ours.scales != exact.scales).float().mean() < 1e-3
     for ours, exact in zip(
         heads_of(*case.packed("int8"), "int8"), case.specification("int8"), strict=True
@@ -232,7 +206,7 @@ def test_pages_and_packed_and_every_batch_agree(
             assert same(got.values, queries.values[rows])
             if got.scales is not None and queries.scales is not None:
                 assert same(got.scales, queries.scales[rows])
-            assert same_queries(alone, got) and same_keys(alone_keys, rows_of(keys, rows))
+            assert same(alone, got) and same_keys(alone_keys, rows_of(keys, rows))
         assert same_keys(gathered(pages, order, MANY), keys)
 
 
@@ -275,14 +249,11 @@ def test_given_scales_and_maxima_are_those_of_the_specification(
     exact = [
         Heads.encode(x, "e4m3", byte) for x, byte in zip(made, fixed_bytes(on_cpu), strict=True)
     ]
-    assert sum(int((raw(one.values) & 0x7F == 0x7E).sum()) for one in exact) > 10  # saturated
+    assert sum(int((bits(one.values) & 0x7F == 0x7E).sum()) for one in exact) > 10  # saturated
 
     def on_gpu(hadamard: bool = True) -> QkvTransform:
         return replace(
-            case.on_gpu,
-            hadamard=hadamard,
-            scale_bytes=given.cuda(),
-            maxima=torch.zeros(3).cuda(),
+            case.on_gpu, hadamard=hadamard, scale_bytes=given.cuda(), maxima=torch.zeros(3).cuda()
         )
 
     qkv, positions = case.qkv.cuda(), case.positions.cuda()
@@ -294,7 +265,7 @@ def test_given_scales_and_maxima_are_those_of_the_specification(
     count = -(-tokens // TILE)
     pages, slots = case.pages(count, "e4m3"), torch.arange(tokens).cuda()
     again = encode_paged(qkv, paged, positions, slots, pages)
-    assert same_queries(again, queries)
+    assert same(again, queries)
     assert same_keys(gathered(pages, torch.arange(count), tokens), keys)
     for one in (packed, plain, paged):
         assert same(one.maxima, on_cpu.maxima)
@@ -307,7 +278,8 @@ def test_a_vector_that_is_not_finite_is_marked(bad: float, norms: bool) -> None:
     vectors = case.qkv.view(40, 18, 64)
     vectors[3, 5, 7] = vectors[4, 14, 40] = vectors[5, 17, 63] = bad
     for got in heads_of(*case.packed("e4m3"), "e4m3"):
-        assert (got.scales == 255).sum() == 1 and (raw(got.values)[got.scales == 255] == 0x7F).all()
+        marked = got.scales == 255
+        assert marked.sum() == 1 and (bits(got.values)[marked] == 0x7F).all()
     queries, _ = case.packed("e4m3")
     assert queries.scales is not None and queries.scales[3, 5].isnan()
     assert same(
@@ -349,13 +321,13 @@ def test_gather_lays_a_batch_end_to_end(format: Format) -> None:
     for pick, start, length in zip(picks, starts, lengths, strict=True):
         chosen = PackedKeys(
             *(
-                raw(x)[pick]
+                bits(x)[pick]
                 for x in (keys.keys, keys.key_scales, keys.values, keys.value_scales)
                 if x is not None
             )
         )
         assert same_keys(
-            PackedKeys(*(raw(x)[start : start + length] for x in tensors(got))), chosen
+            PackedKeys(*(bits(x)[start : start + length] for x in tensors(got))), chosen
         )
 
 
@@ -397,11 +369,11 @@ def test_it_can_be_captured_in_a_graph() -> None:
     positions.copy_(case.positions)
     slots.copy_(torch.arange(63, -1, -1) + 100)
     graph.replay()
-    assert same_queries(queries, expected)
+    assert same(queries, expected)
     got = gathered(pages, torch.arange(2), 164)
     assert same_keys(
-        PackedKeys(*(raw(x)[100:].flip(0) for x in tensors(got))),
-        PackedKeys(*(raw(x) for x in tensors(keys))),
+        PackedKeys(*(bits(x)[100:].flip(0) for x in tensors(got))),
+        PackedKeys(*(bits(x) for x in tensors(keys))),
     )
 
 

@@ -9,10 +9,7 @@ from isobit.parallel.world import ALONE
 from tests.training.test_ranks import CASES, train
 from tests.worlds import in_world
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 ON_GPUS: list[dict[str, Any]] = [{**case, "device": "cuda"} for case in CASES]
 
 

@@ -6,14 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
 from isobit.config.precision import Preset
 from isobit.config.training import TrainingConfig
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
-from isobit.algorithms.registry import build_algorithm
 from isobit.models.policy import Policy
 from isobit.models.scorer import ScoredPass
 from isobit.records.batch import PackedBatch
@@ -37,10 +33,7 @@ def batches() -> list[PackedBatch]:
 
 @pytest.mark.parametrize("preset", ["fp8", "int8", "bf16"])
 def test_it_repeats_and_a_flipped_bit_is_named(
-    shape: str,
-    preset: Preset,
-    make_policy: Callable[..., Policy],
-    monkeypatch: pytest.MonkeyPatch,
+    shape: str, preset: Preset, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer(make_policy(shape, preset), TrainingConfig(), total_updates=1)
     found = trainer.repeat(batches(), GRPO, 0)

@@ -10,23 +10,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
-import tomli_w
 import torch
 
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
-from isobit.config.precision import PrecisionConfig
-from isobit.models.config import ModelConfig
-from isobit.models.policy import Policy, random_policy
+from isobit.models.policy import Policy
 from isobit.models.safetensors import Slice, checksum, checksum_of
-from isobit.models.saving import save_policy
-from isobit.starter import starter_folder
+from tests.gpu.small_runs import write_recipe
 
-SMALL = ModelConfig("qwen3", 1000, 512, 768, 2, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=True)
 REWARD = """
 def reward(prompt, completion):
     return sum(token % 3 == 0 for token in completion.token_ids) / max(len(completion.token_ids), 1)
@@ -110,36 +101,16 @@ def test_published_weights_have_a_checksum(shape: str, make_policy: Callable[...
 @pytest.fixture(params=["fp32", "fp8"])
 def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Six steps, and checkpoints after 2, 4 and 6."""
-    policy = random_policy(SMALL, PrecisionConfig(), 0, "cuda")
-    save_policy(policy, tmp_path / "model", tokenizer_from=starter_folder())
-    del policy
-    torch.cuda.empty_cache()
-    (tmp_path / "reward.py").write_text(REWARD, encoding="utf-8")
-    content: dict[str, Any] = {
-        "model": str(tmp_path / "model"),
-        "output": str(tmp_path / "run"),
-        "device": "cuda",
-        "data": {
-            "train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 32},
-            "eval": {"held_out": {"type": "jsonl", "path": "starter:held_out.jsonl", "limit": 8}},
-        },
-        "reward": {"function": f"{tmp_path / 'reward.py'}:reward", "in_process": True},
-        "rollout": {"max_new_tokens": 64, "kv_memory_gib": 2.0},
-        "training": {
-            "steps": 6,
-            "prompts_per_step": 4,
-            "samples_per_prompt": 4,
-            "tokens_per_microbatch": 256,
-            "learning_rate": 1e-4,
-            "moments": request.param,
-            "offload_moments": request.param == "fp32",
-        },
-        "evaluation": {"every": 3},
-        "checkpoint": {"every": 2, "keep_last": 3},
-    }
-    path = tmp_path / "recipe.toml"
-    path.write_text(tomli_w.dumps(content), encoding="utf-8")
-    return path
+    held_out = {"type": "jsonl", "path": "starter:held_out.jsonl", "limit": 8}
+    moments = {"moments": request.param, "offload_moments": request.param == "fp32"}
+    return write_recipe(
+        tmp_path,
+        REWARD,
+        data={"eval": {"held_out": held_out}},
+        training={"steps": 6, **moments},
+        evaluation={"every": 3},
+        checkpoint={"keep_last": 3},
+    )
 
 
 def isobit(*words: str) -> subprocess.CompletedProcess[str]:

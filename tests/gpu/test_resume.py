@@ -6,7 +6,6 @@ the host.  A small model by default; ``ISOBIT_GPU_SHAPE=qwen3-0.6b pytest tests/
 -s -k fp32`` takes that shape (25 GB of disk, some minutes).
 """
 
-import gc
 import json
 import os
 import signal
@@ -19,21 +18,12 @@ from typing import Any
 
 import pytest
 import tomli_w
-import torch
 
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
-from isobit.config.precision import PrecisionConfig
-from isobit.models.config import ModelConfig, model_shape
-from isobit.models.policy import random_policy
-from isobit.models.saving import save_policy
-from isobit.starter import starter_folder
+from isobit.models.config import model_shape
 from isobit.starter.tasks import problems, question, worked_out
 from isobit.store.checkpoint import MASTERS, OPTIMISER, read_checkpoint
+from tests.gpu.small_runs import SMALL, write_recipe
 
-DEVICE = "cuda"
-SMALL = ModelConfig("qwen3", 1000, 512, 768, 2, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=True)
 SHAPE = os.environ.get("ISOBIT_GPU_SHAPE")
 REWARD = '''"""Rewards with spread, and kills of the process that grades, so the trainer has to.
 Each kills where a file of its name lies here.
@@ -76,32 +66,13 @@ checkpoint.write_slices = write
 @pytest.fixture(params=["fp32", "fp8"])
 def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Four steps of 4 x 4 samples, several micro-batches each, a checkpoint after steps 2 and 4."""
-    policy = random_policy(model_shape(SHAPE) if SHAPE else SMALL, PrecisionConfig(), 0, DEVICE)
-    save_policy(policy, tmp_path / "model", tokenizer_from=starter_folder())
-    del policy
-    gc.collect()
-    torch.cuda.empty_cache()  # the runs are processes of their own
-    (tmp_path / "reward.py").write_text(REWARD, encoding="utf-8")
-    content = {
-        "model": str(tmp_path / "model"),
-        "output": str(tmp_path / "run"),
-        "device": DEVICE,
-        "data": {"train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 32}},
-        "reward": {"function": f"{tmp_path / 'reward.py'}:reward", "in_process": True},
-        "rollout": {"max_new_tokens": 64, "kv_memory_gib": 2.0},
-        "training": {
-            "steps": 4,
-            "prompts_per_step": 4,
-            "samples_per_prompt": 4,
-            "tokens_per_microbatch": 256,
-            "learning_rate": 1e-4,
-            "moments": request.param,
-        },
-        "checkpoint": {"every": 2, "keep_last": 1},
-    }
-    path = tmp_path / "recipe.toml"
-    path.write_text(tomli_w.dumps(content), encoding="utf-8")
-    return path
+    return write_recipe(
+        tmp_path,
+        REWARD,
+        model_shape(SHAPE) if SHAPE else SMALL,
+        training={"steps": 4, "moments": request.param},
+        checkpoint={"keep_last": 1},
+    )
 
 
 @pytest.fixture

@@ -10,10 +10,6 @@ import torch
 
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.config.training import TrainingConfig
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.data.tokenizer import load_tokenizer
 from isobit.models.config import ModelConfig
 from isobit.models.frozen import FrozenPolicy, RewardModel

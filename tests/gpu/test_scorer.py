@@ -10,10 +10,6 @@ import torch
 
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.config.training import Recompute
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from isobit.models.policy import Policy, random_masters
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.records.batch import PackedBatch

@@ -25,8 +25,6 @@ from tests.gpu.conftest import SHAPES
 from tests.ranks import in_ranks
 from tests.worlds import in_world
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a Hopper GPU")
-
 PRESETS: tuple[Preset, ...] = ("fp8", "fp8-linear", "int8", "bf16")
 MODELS: dict[str, tuple[ModelConfig, int]] = {
     "qwen3": (SHAPES["qwen3"], 2),
@@ -92,10 +90,7 @@ def draw_shares(world: World, _: None) -> list[dict[str, Any]]:
             assert isinstance(share, PolicyShare)
             options = VerifyOptions(prompts=6, samples=2, max_new_tokens=24)
             result = verify_policy(whole, options, shared=share).comparison
-            made[0] |= {
-                "compared": result.tokens_compared,
-                "differing": result.tokens_differing,
-            }
+            made[0] |= {"compared": result.tokens_compared, "differing": result.tokens_differing}
     return made
 
 

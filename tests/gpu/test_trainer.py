@@ -7,15 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
 from isobit.config.precision import Preset
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import TrainingConfig
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
-from isobit.algorithms.registry import build_algorithm
 from isobit.models.policy import Policy
 from isobit.records.text import Group, Prompt, SamplingParams
 from isobit.rollout.engine import generate

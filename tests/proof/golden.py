@@ -109,10 +109,11 @@ def snap_group(group: Sequence[float]) -> list[float]:
     """
     amax = max(map(abs, group))
     exponent = math.frexp(amax)[1] - 1 if amax >= 2.0**-126 else -127
+    # No zero is negative.
     return [
         math.ldexp(round(math.ldexp(x, _GRID_BITS - exponent)), exponent - _GRID_BITS)
         for x in group
-    ]  # no zero is negative
+    ]
 
 
 _BLOCK = 128

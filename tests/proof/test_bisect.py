@@ -2,11 +2,8 @@
 side.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,63 +14,24 @@ from isobit.kernels.spec import paged_attention as paged_attention_module
 from isobit.kernels.spec.attention import AttentionOutput
 from isobit.kernels.spec.backend import SpecBackend
 from isobit.kernels.spec.qkv import Heads
-from isobit.models.attention import Attention
 from isobit.models.config import ModelConfig
-from isobit.models.mlp import Mlp
 from isobit.models.policy import random_policy
 from isobit.models.scorer import Scorer
 from isobit.precision.quant_tensor import QuantisedWeight
 from isobit.proof.bisect import Parting, operation_kind, trace_scenario
 from isobit.proof.scenarios import Workload, build_workload, engine_scenarios
-from isobit.rollout import executor
-from isobit.rollout.native import NativeEngine
-from isobit.rollout.runner import ForwardBatch, PolicyRunner
-from isobit.rollout.scheduler import Plan
+from isobit.rollout.runner import PolicyRunner
+from tests.proof.faults import later_chunks_one_position_off
+from tests.proof.where import Side, Where, followed
 
-Side = Literal["rollout", "training"]
 CONFIG = ModelConfig("qwen3", 128, 128, 128, 2, 2, 1, 64, 256, 1e-6, 10000.0, tied_embeddings=True)
 """Every linear fills FP8 blocks."""
 LAYER = 1
 
 
-@dataclass
-class Where:
-    """Which side and layer runs now, and how often each planted function was called in that
-    layer.
-    """
-
-    side: Side | None = None
-    layer: int | None = None
-    calls: Counter[str] = field(default_factory=Counter)
-
-
 @pytest.fixture
 def where(monkeypatch: pytest.MonkeyPatch) -> Where:
-    now = Where()
-
-    @contextmanager
-    def at(**place: Any) -> Iterator[None]:
-        before = now.side, now.layer
-        now.side, now.layer = place.get("side", now.side), place.get("layer", now.layer)
-        yield
-        now.side, now.layer = before
-
-    def wrap(owner: type, name: str, place: Callable[[Any], dict[str, Any]]) -> None:
-        exact = getattr(owner, name)
-
-        def wrapped(self: Any, *arguments: Any) -> Any:
-            if owner is not Mlp:
-                now.calls.clear()
-            with at(**place(self)):
-                return exact(self, *arguments)
-
-        monkeypatch.setattr(owner, name, wrapped)
-
-    wrap(NativeEngine, "step", lambda _: {"side": "rollout"})
-    wrap(Scorer, "score", lambda _: {"side": "training"})
-    wrap(Attention, "forward", lambda unit: {"layer": unit._layer})
-    wrap(Mlp, "forward", lambda unit: {"layer": int(unit._path.removeprefix("layers."))})
-    return now
+    return followed(monkeypatch)
 
 
 def nudge(result: Any) -> Any:
@@ -134,12 +92,7 @@ FAULTS = {
     "activation": (pointwise, "gated", None, "layers.1.activation.unrounded"),
     "embedding": (SpecBackend, "embedding", 0, "embed_tokens"),
     "head": (head, "grid_gemm_nt", 0, "lm_head"),
-    "log-probability": (
-        {"rollout": head, "training": head},
-        "log_softmax",
-        0,
-        "log_prob",
-    ),
+    "log-probability": ({"rollout": head, "training": head}, "log_softmax", 0, "log_prob"),
 }
 """By kind: whose function (of each side, where they differ), which of its calls in the layer, and
 the site it makes.
@@ -259,17 +212,7 @@ def test_a_page_that_is_not_copied_is_found_where_it_is_read(
 def test_positions_that_are_one_off_are_found_at_the_first_rotation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    exact = executor.build_batch
-
-    def build_batch(plan: Plan, page_tokens: int) -> ForwardBatch:
-        batch = exact(plan, page_tokens)
-        shifts = [
-            torch.full((count,), int(count > 1 and sequence.cached > 0)) for sequence, count in plan
-        ]
-        batch.positions.sub_(torch.cat(shifts))
-        return batch
-
-    monkeypatch.setattr(executor, "build_batch", build_batch)
+    later_chunks_one_position_off(monkeypatch)
     parting = part(scenario="small chunks")
     assert parting is not None and parting.difference.site == "layers.0.rope.q.unrounded"
 

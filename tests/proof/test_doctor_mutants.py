@@ -9,19 +9,8 @@ import torch
 
 from isobit.kernels import noise
 from isobit.kernels.operands import OutputGradient
-from isobit.kernels.spec import (
-    attention,
-    experts,
-    head,
-    linear,
-    paged_attention,
-    pointwise,
-    qkv,
-    quantise,
-)
+from isobit.kernels.spec import attention, experts, head, linear, pointwise, qkv, quantise
 from isobit.kernels.spec import backend as spec_backend
-from isobit.kernels.spec import linear as linear_module
-from isobit.kernels.spec import quantise as quantise_module
 from isobit.kernels.spec.attention import PackedAttention
 from isobit.precision.quant_tensor import Int8Rows, QuantTensor
 from isobit.proof import doctor, doctor_quantisers
@@ -29,18 +18,9 @@ from isobit.proof.doctor import _verify_starter, gradient_checks, kernel_checks
 from isobit.proof.doctor_findings import Check, Finding
 from isobit.proof.doctor_quantisers import quantiser_checks
 from isobit.proof.verify import VerifyOptions
+from tests.proof.faults import TorchWith, exp2_in_attention, rollouts_attention_in_fp32
 
 Patch = pytest.MonkeyPatch
-
-
-class TorchWith:
-    """The torch module with one function replaced, for one module's eyes."""
-
-    def __init__(self, **replaced: Callable[..., Any]) -> None:
-        self.__dict__.update(replaced)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
 
 def failures(checks: list[Check]) -> dict[str, Finding]:
@@ -55,9 +35,8 @@ def test_kernels_as_they_are_pass() -> None:
 
 
 def round_scales_late(patch: Patch) -> None:
-    patch.setattr(
-        quantise, "_ROUND_UP_ABOVE_1_75", 0x1FFFFE
-    )  # amax of 448 times a power of two gets twice its scale
+    # Amax of 448 times a power of two gets twice its scale.
+    patch.setattr(quantise, "_ROUND_UP_ABOVE_1_75", 0x1FFFFE)
 
 
 def no_floor(patch: Patch) -> None:
@@ -66,9 +45,10 @@ def no_floor(patch: Patch) -> None:
 
 def truncate_values(patch: Patch) -> None:
     exact = quantise._to_e4m3
+    # Rounds twice.
     patch.setattr(
         quantise, "_to_e4m3", lambda scaled, *groups: exact(scaled.bfloat16().float(), *groups)
-    )  # rounds twice
+    )
 
 
 def keep_nan_blocks(patch: Patch) -> None:
@@ -145,24 +125,24 @@ def test_inexact_products_of_torch_are_a_warning(monkeypatch: Patch) -> None:
 
 
 def test_a_wrong_decoder_and_a_wrong_grid(monkeypatch: Patch) -> None:
-    exact = quantise_module.decode_e4m3
+    exact = quantise.decode_e4m3
     monkeypatch.setattr(
-        quantise_module, "decode_e4m3", lambda values: exact(values).nan_to_num().clamp(min=-440.0)
+        quantise, "decode_e4m3", lambda values: exact(values).nan_to_num().clamp(min=-440.0)
     )
-    monkeypatch.setattr(quantise_module, "GRID_BITS", 21)
+    monkeypatch.setattr(quantise, "GRID_BITS", 21)
     assert set(failures(quantiser_checks())) == {"E4M3 bytes to numbers", "snap to the grid"}
 
 
 def gemm_in_fp32(patch: Patch) -> None:
     patch.setattr(
-        linear_module,
+        linear,
         "_block_product",
         lambda a, b, k: a[:, 128 * k :][:, :128].float() @ b[:, 128 * k :][:, :128].float().t(),
     )
 
 
 def gemm_of_bf16_by_a_library(patch: Patch) -> None:
-    patch.setattr(linear_module, "grid_gemm_nt", lambda a, b: a.float() @ b.float().t())
+    patch.setattr(linear, "grid_gemm_nt", lambda a, b: a.float() @ b.float().t())
 
 
 def linear_that_sees_its_batch(patch: Patch) -> None:
@@ -212,14 +192,14 @@ def rotation_backwards(patch: Patch) -> None:
 
 
 def hadamard_without_its_last_step(patch: Patch) -> None:
-    exact = quantise_module.hadamard
-    patch.setattr(quantise_module, "hadamard", lambda x, size: exact(x, size // 2))
+    exact = quantise.hadamard
+    patch.setattr(quantise, "hadamard", lambda x, size: exact(x, size // 2))
 
 
 def hadamard_by_a_library_for_one_row(patch: Patch) -> None:
-    exact = quantise_module.hadamard
+    exact = quantise.hadamard
     patch.setattr(
-        quantise_module,
+        quantise,
         "hadamard",
         lambda x, size: exact(x, size) if len(x) > 1 else x @ exact(torch.eye(size), size),
     )
@@ -242,26 +222,8 @@ def experts_in_the_wrong_order(patch: Patch) -> None:
     patch.setattr(experts, "sum_of_ranks", lambda values: exact(values.flip(-1)))
 
 
-def exp2_in_attention(patch: Patch) -> None:
-    patch.setattr(attention, "torch", TorchWith(exp=torch.exp2))
-    patch.setattr(attention, "_LN2", 1.0)
-
-
 def wrong_exp_on_both_sides_of_attention(patch: Patch) -> None:
     patch.setattr(attention, "torch", TorchWith(exp=lambda x: torch.exp(x * 1.01)))
-
-
-def rollouts_attention_in_fp32(patch: Patch) -> None:
-    exact = paged_attention.attend
-
-    def attend(*arguments: Any) -> attention.AttentionOutput:
-        with patch.context() as inner:
-            inner.setattr(
-                attention, "torch", TorchWith(bmm=lambda a, b: torch.bmm(a.float(), b.float()))
-            )
-            return exact(*arguments)
-
-    patch.setattr(paged_attention, "attend", attend)
 
 
 def scalar_head_of_one_row_by_a_library(patch: Patch) -> None:

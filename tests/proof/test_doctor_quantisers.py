@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.proof.cases import splitmix64
 from isobit.proof.doctor_quantisers import golden_file, load_golden
 from tests.proof.golden import (
     e4m3_byte,
@@ -65,11 +64,3 @@ def test_int8_by_hand() -> None:
     assert int8_group([127.0, -0.5, 1.5, -2.5]) == ([127, 0, 2, -2], 1.0)
     assert int8_group([1.0, -torch.inf])[0] == [0, 0]
     assert rotated([1.0, 2.0, 4.0, 8.0, 1.0, 0.0, 0.0, 0.0], 4) == [15, -5, -9, 3, 1, 1, 1, 1]
-
-
-def test_splitmix64_gives_its_published_first_outputs() -> None:
-    assert [splitmix64(1234567, i) for i in range(3)] == [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-    ]

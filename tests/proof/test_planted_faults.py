@@ -13,8 +13,6 @@ import torch
 from isobit.config.precision import PrecisionConfig
 from isobit.kernels.operands import RopeTable
 from isobit.kernels.spec import attention, head, linear, paged_attention, pointwise, quantise
-from isobit.kernels.spec import linear as linear_module
-from isobit.kernels.spec import paged_attention as paged_attention_module
 from isobit.kernels.spec.paged_attention import SpecKvCache
 from isobit.memory.cache_size import PageAllocator
 from isobit.models.config import ModelConfig
@@ -27,7 +25,7 @@ from isobit.rollout import executor
 from isobit.rollout.runner import ForwardBatch
 from isobit.rollout.scheduler import Plan
 from isobit.rollout.sequence import Sample
-from tests.proof.test_verify_mutants import TorchWith
+from tests.proof.faults import TorchWith, later_chunks_one_position_off
 
 Patch = pytest.MonkeyPatch
 InRollout = Callable[[], bool]
@@ -129,7 +127,7 @@ def keys_that_are_not_computed_again(patch: Patch, in_rollout: InRollout) -> Non
 def pages_copied_without_scales(patch: Patch, in_rollout: InRollout) -> None:
     def copy_pages(self: SpecKvCache, sources: list[int], targets: list[int]) -> None:
         for arena in self.layers:
-            raw = paged_attention_module._raw(arena.values)
+            raw = paged_attention._raw(arena.values)
             for source, target in zip(sources, targets, strict=True):
                 raw[:, target] = raw[:, source]
 
@@ -137,15 +135,7 @@ def pages_copied_without_scales(patch: Patch, in_rollout: InRollout) -> None:
 
 
 def chunks_off_by_one(patch: Patch, in_rollout: InRollout) -> None:
-    exact = executor.build_batch
-
-    def build_batch(plan: Plan, page_tokens: int) -> ForwardBatch:
-        batch = exact(plan, page_tokens)
-        shifts = [torch.full((n,), int(n > 1 and one.cached > 0)) for one, n in plan]
-        batch.positions.sub_(torch.cat(shifts))
-        return batch
-
-    patch.setattr(executor, "build_batch", build_batch)
+    later_chunks_one_position_off(patch)
 
 
 def temperature_after_the_softmax(patch: Patch, in_rollout: InRollout) -> None:
@@ -188,19 +178,17 @@ def amax_without_the_last_element(patch: Patch, in_rollout: InRollout) -> None:
 
 
 def blocks_of_k_reversed(patch: Patch, in_rollout: InRollout) -> None:
-    exact = linear_module.fp8_gemm_nt
+    exact = linear.fp8_gemm_nt
 
     def reversed_blocks(a: QuantTensor, b: QuantTensor) -> torch.Tensor:
         if not in_rollout() or a.scales.shape[1] == 1:
             return exact(a, b)
-        left, right = (
-            linear_module.shifted_e4m3(a.values).double(),
-            linear_module.shifted_e4m3(b.values).double(),
-        )
-        scales = b.row_scales().mul_(linear_module.SHIFT * linear_module.SHIFT).t().contiguous()
+        left = linear.shifted_e4m3(a.values).double()
+        right = linear.shifted_e4m3(b.values).double()
+        scales = b.row_scales().mul_(linear.SHIFT * linear.SHIFT).t().contiguous()
         total = torch.zeros(len(left), len(right))
         for k in reversed(range(a.scales.shape[1])):
-            total += linear_module._block_product(left, right, k) * a.scales[:, k, None] * scales[k]
+            total += linear._block_product(left, right, k) * a.scales[:, k, None] * scales[k]
         return total
 
     patch.setattr(linear, "fp8_gemm_nt", reversed_blocks)
@@ -287,10 +275,7 @@ def test_nothing_differs_with_a_head_in_int8() -> None:
 @pytest.mark.usefixtures("one_scenario")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_seen_and_named(
-    fault: Fault,
-    policy: Policy,
-    in_rollout: InRollout,
-    monkeypatch: Patch,
+    fault: Fault, policy: Policy, in_rollout: InRollout, monkeypatch: Patch
 ) -> None:
     fault(monkeypatch, in_rollout)
     result = bisect_policy(policy, OPTIONS)
@@ -307,10 +292,7 @@ BELOW_BF16 = (rope_beyond_64, sums_of_as_many_keys_as_there_are, silu_of_torch_i
 @pytest.mark.usefixtures("one_scenario")
 @pytest.mark.parametrize("fault", BELOW_BF16, ids=lambda fault: fault.__name__)
 def test_faults_that_no_log_probability_shows(
-    fault: Fault,
-    policy: Policy,
-    in_rollout: InRollout,
-    monkeypatch: Patch,
+    fault: Fault, policy: Policy, in_rollout: InRollout, monkeypatch: Patch
 ) -> None:
     """What was compared before the numbers before a rounding were: it passes."""
     fault(monkeypatch, in_rollout)

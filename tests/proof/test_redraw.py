@@ -41,10 +41,7 @@ def test_tokens_of_other_weights_are_left_out() -> None:
     made = generate(native_of(policy), wanted)
     older = [
         [
-            replace(
-                one,
-                sequence=one.sequence.with_columns(weights_versions=[99] * one.length),
-            )
+            replace(one, sequence=one.sequence.with_columns(weights_versions=[99] * one.length))
             for one in group
         ]
         for group in made

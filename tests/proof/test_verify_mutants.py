@@ -4,14 +4,13 @@ a kernel changed.
 
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.operands import Routing
-from isobit.kernels.spec import attention, experts, head, paged_attention
+from isobit.kernels.spec import experts, head
 from isobit.kernels.spec.backend import SpecBackend
 from isobit.memory.cache_size import PageAllocator
 from isobit.models.config import Experts, ModelConfig
@@ -20,10 +19,13 @@ from isobit.proof import verify as verify_module
 from isobit.proof.scenarios import drawn_by, other_weights
 from isobit.proof.verify import VerifyOptions, VerifyResult, verify, verify_policy
 from isobit.records.sequence import TokenSequence
-from isobit.rollout import executor
 from isobit.rollout.native import NativeEngine
-from isobit.rollout.runner import ForwardBatch, PolicyRunner
-from isobit.rollout.scheduler import Plan
+from isobit.rollout.runner import PolicyRunner
+from tests.proof.faults import (
+    exp2_in_attention,
+    later_chunks_one_position_off,
+    rollouts_attention_in_fp32,
+)
 
 OPTIONS = VerifyOptions(prompts=5, samples=2, max_new_tokens=6)
 
@@ -32,41 +34,18 @@ def check(folder: Path, preset: Preset = "fp8") -> VerifyResult:
     return verify(folder, PrecisionConfig(preset=preset), OPTIONS)
 
 
-class TorchWith:
-    """The torch module with one function replaced, for one module's eyes."""
-
-    def __init__(self, **replaced: Callable[..., Any]) -> None:
-        self.__dict__.update(replaced)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
 @pytest.mark.usefixtures("one_scenario")
-def test_exp2_on_both_sides(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sides compute the same formula, but torch's exp2 depends on the place of a number in its
-    tensor.
-    """
-    monkeypatch.setattr(attention, "torch", TorchWith(exp=torch.exp2))
-    monkeypatch.setattr(attention, "_LN2", 1.0)
-    assert check(tiny_folder, "fp32").exit_code == 1
-
-
-@pytest.mark.usefixtures("one_scenario")
-def test_fp32_products_in_the_rollouts_attention(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("fault", "preset"), [(exp2_in_attention, "fp32"), (rollouts_attention_in_fp32, "bf16")]
+)
+def test_other_arithmetic_in_attention(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    preset: Preset,
+    tiny_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    exact = paged_attention.attend
-
-    def attend(*arguments: Any) -> attention.AttentionOutput:
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                attention, "torch", TorchWith(bmm=lambda a, b: torch.bmm(a.float(), b.float()))
-            )
-            return exact(*arguments)
-
-    monkeypatch.setattr(paged_attention, "attend", attend)
-    assert check(tiny_folder, "bf16").exit_code == 1
+    fault(monkeypatch)
+    assert check(tiny_folder, preset).exit_code == 1
 
 
 @pytest.mark.usefixtures("one_scenario")
@@ -101,17 +80,7 @@ def test_later_pieces_of_a_prompt_one_position_off(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the scenarios that go on with a prompt in the middle can see it, and all of them do."""
-    exact = executor.build_batch
-
-    def build_batch(plan: Plan, page_tokens: int) -> ForwardBatch:
-        batch = exact(plan, page_tokens)
-        shifts = [
-            torch.full((count,), int(count > 1 and sequence.cached > 0)) for sequence, count in plan
-        ]
-        batch.positions.sub_(torch.cat(shifts))
-        return batch
-
-    monkeypatch.setattr(executor, "build_batch", build_batch)
+    later_chunks_one_position_off(monkeypatch)
     result = check(tiny_folder)
     differing = {
         scenario.name for scenario in result.scenarios if scenario.comparison.tokens_differing

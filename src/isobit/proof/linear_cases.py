@@ -26,6 +26,7 @@ from isobit.precision.quant_tensor import (
     Int8Rows,
     QuantTensor,
     ScaleKind,
+    block_sizes,
     rotation_size,
 )
 from isobit.proof.cases import BF16, ROWS, Case, normal, wide
@@ -33,18 +34,23 @@ from isobit.proof.cases import BF16, ROWS, Case, normal, wide
 _INTEGER = 1 << 9  # every E4M3 number is a multiple of 2^-9
 
 
-def e4m3_gemm(scales: ScaleKind = "power_of_two") -> Case:
+def e4m3_gemm(
+    scales: ScaleKind = "power_of_two",
+    parts: tuple[int, ...] = (2 * BLOCK,),
+    columns: int = 3 * BLOCK,
+) -> Case:
     """The exact GEMM over E4M3, against 64-bit integers."""
-    x = wide(ROWS, 3 * BLOCK, spread=4.0)
-    b = quantise_blocks(wide(2 * BLOCK, 3 * BLOCK, seed=1, spread=4.0), scales)
+    x = wide(ROWS, columns, spread=4.0)
+    b = quantise_blocks(wide(sum(parts), columns, seed=1, spread=4.0), scales, parts)
 
     def plain() -> Tensor:
         a = quantise_rows(x, scales)
         left, right = (q.values.double().mul(_INTEGER).long().split(BLOCK, 1) for q in (a, b))
-        total = torch.zeros(ROWS, 2 * BLOCK)
-        for k in range(3):
+        of_rows = b.scales.repeat_interleave(torch.tensor(block_sizes(parts)), 0)
+        total = torch.zeros(ROWS, sum(parts))
+        for k in range(len(left)):
             products = (left[k] @ right[k].t()).float() / _INTEGER**2
-            total += products * a.scales[:, k, None] * b.scales[:, k].repeat_interleave(BLOCK)
+            total += products * a.scales[:, k, None] * of_rows[:, k]
         return total
 
     return Case(

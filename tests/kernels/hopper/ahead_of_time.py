@@ -35,8 +35,6 @@ class Compiled:
     """Bytes of a program."""
     registers: int
     """Of a thread."""
-    stack: int
-    """Bytes of a thread."""
 
     @cached_property
     def sass(self) -> str:
@@ -87,9 +85,11 @@ def compile_for_hopper(
     multiples: Collection[str] = (),
     fuses: bool = False,
     maxima: bool = False,
+    most_stack: int = 0,
     **options: Any,
 ) -> Compiled:
-    """A kernel that a card can start, and that adds nothing in an order that nobody knows.
+    """A kernel that a card can start, that spills no registers, and that adds nothing in an order
+    that nobody knows.
 
     Args:
         kernel: A function of Triton, or of Gluon with ``source`` GluonASTSource.
@@ -102,6 +102,7 @@ def compile_for_hopper(
             forbid it.
         maxima: Whether it may raise maxima of integers by atomics, which have one result in any
             order.
+        most_stack: Bytes that a thread may spill, outside its loops.
         options: Others of Triton's: ``num_stages``, ``maxnreg``.
     """
     names = [parameter.name for parameter in kernel.params]
@@ -120,4 +121,6 @@ def compile_for_hopper(
     atomics = re.findall(r"\b(?:atom|red)\.[\w.:]*", ptx)
     assert all(maxima and ".max." in one for one in atomics), atomics
     assert shared <= MOST_SHARED
-    return Compiled(ptx, cubin, warps, shared, *registers_and_stack(cubin))
+    registers, stack = registers_and_stack(cubin)
+    assert stack <= most_stack
+    return Compiled(ptx, cubin, warps, shared, registers)

@@ -6,9 +6,10 @@ import torch
 
 from isobit.kernels.hopper import optimiser as ours
 from isobit.kernels.hopper.optimiser import gradient_squares
-from isobit.kernels.noise import FIRST, SECOND, AdamWFactors, noise_key, num_groups
+from isobit.kernels.noise import AdamWFactors, noise_key
 from isobit.kernels.spec import optimiser as specification
 from isobit.kernels.spec.optimiser import gradient_squares as specified_squares
+from tests.kernels.moments import zero_moments
 
 ROWS, WIDTH = 300, 64
 KEY = noise_key(1, 1, 2)
@@ -19,15 +20,10 @@ def updated(kind: str, module: object, first: int, last: int) -> list[torch.Tens
     """Rows of a master and of its moments after the first update, as bytes."""
     generator = torch.Generator().manual_seed(0)
     w, g = (torch.randn(ROWS, WIDTH, generator=generator)[first:last].clone() for _ in range(2))
-    formats = {"fp32": (torch.float32,) * 2, "bf16": (torch.bfloat16,) * 2, "fp8": (FIRST, SECOND)}
-    m, v = (torch.zeros(w.shape, dtype=dtype) for dtype in formats[kind])
-    scales = None
-    if kind == "fp8":
-        groups = num_groups(w.numel())
-        scales = torch.zeros(groups, dtype=torch.uint8), torch.zeros(groups, dtype=torch.uint8)
+    m, v, *scales = zero_moments(w.shape, kind)
     key = None if kind == "fp32" else KEY
-    module.adamw_step(w, g, m, v, FACTORS, key, scales, first * WIDTH)  # type: ignore[attr-defined]
-    return [x.view(torch.uint8) for x in (w, m, v, *(scales or ()))]
+    module.adamw_step(w, g, m, v, FACTORS, key, tuple(scales) or None, first * WIDTH)  # type: ignore[attr-defined]
+    return [x.view(torch.uint8) for x in (w, m, v, *scales)]
 
 
 def check_slices(kind: str) -> None:

@@ -1,58 +1,36 @@
 """Layouts without a GPU: the KV cache, its size and reading it back; rows gathered from ranks."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
-from isobit.config.precision import PrecisionConfig
 from isobit.kernels.hopper import sizes
 from isobit.kernels.hopper.attend import PAGE_TOKENS, HopperKvCache
 from isobit.kernels.hopper.attention import SCALES
 from isobit.kernels.hopper.linear import joined_rows
 from isobit.kernels.hopper.quantise import QuantRows
-from isobit.precision.flow import LinearShape, PrecisionFlow, build_flow
+from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import DTYPES, E4M3, EIGHT_BITS
 from isobit.util.errors import ConfigError
-from tests.sites import shape_of_layers
+from tests.kernels.caches import CacheShape, bytes_of_pages
+from tests.kernels.comparison import same
 
-LAYERS = shape_of_layers(4, {"qkv_proj": LinearShape({"q_proj": 128}, 128)})
-
-
-@dataclass(frozen=True)
-class Shape:
-    num_layers: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 64
-
-
-def flow(preset: str, **options: int) -> PrecisionFlow:
-    return build_flow(PrecisionConfig.model_validate({"preset": preset, **options}), LAYERS)
-
-
-def tensors(cache: HopperKvCache) -> list[torch.Tensor]:
-    every = (
-        x
-        for pages in cache.layers
-        for x in (pages.keys, pages.key_scales, pages.values, pages.value_scales)
-    )
-    return [x for x in every if x is not None]
+SHAPE = CacheShape(4, 2, 64)
 
 
 @pytest.mark.parametrize(
     "mixed",
     [
-        flow("fp8"),
-        flow("int8"),
-        flow("bf16"),
-        flow("fp8", first_layers_bf16=1, last_layers_bf16=1),
-        flow("int8", first_layers_bf16=1, last_layers_bf16=1),
+        SHAPE.flow("fp8"),
+        SHAPE.flow("int8"),
+        SHAPE.flow("bf16"),
+        SHAPE.flow("fp8", first_layers_bf16=1, last_layers_bf16=1),
+        SHAPE.flow("int8", first_layers_bf16=1, last_layers_bf16=1),
     ],
 )
 def test_pages_are_zero_and_of_the_promised_size(mixed: PrecisionFlow) -> None:
-    cache = HopperKvCache(Shape(), mixed, 5, "cpu")
-    assert sum(x.nbytes for x in tensors(cache)) == 5 * sizes.page_bytes(Shape(), mixed)
-    assert all(x.is_contiguous() and not x.view(torch.uint8).any() for x in tensors(cache))
+    cache = HopperKvCache(SHAPE, mixed, 5, "cpu")
+    assert sum(x.nbytes for x in bytes_of_pages(cache)) == 5 * sizes.page_bytes(SHAPE, mixed)
+    assert all(x.is_contiguous() and not x.any() for x in bytes_of_pages(cache))
     for pages, format in zip(cache.layers, cache.formats, strict=True):
         assert pages.keys.shape == (5, 2, PAGE_TOKENS, 64)
         if format in EIGHT_BITS:
@@ -70,20 +48,22 @@ def test_pages_are_zero_and_of_the_promised_size(mixed: PrecisionFlow) -> None:
 
 @pytest.mark.parametrize("preset", ["fp8", "int8"])
 def test_layers_are_apart_and_cleared_in_place(preset: str) -> None:
-    cache = HopperKvCache(Shape(), flow(preset, first_layers_bf16=1, last_layers_bf16=1), 3, "cpu")
-    views = tensors(cache)
+    cache = HopperKvCache(
+        SHAPE, SHAPE.flow(preset, first_layers_bf16=1, last_layers_bf16=1), 3, "cpu"
+    )
+    views = bytes_of_pages(cache)
     for i, x in enumerate(views):
-        x.view(torch.uint8).fill_(i + 1)
-    assert all((x.view(torch.uint8) == i + 1).all() for i, x in enumerate(views))
+        x.fill_(i + 1)
+    assert all((x == i + 1).all() for i, x in enumerate(views))
     cache.clear()
-    assert not any(x.view(torch.uint8).any() for x in views)
+    assert not any(x.any() for x in views)
 
 
 @pytest.mark.parametrize("preset", ["fp8", "int8"])
 def test_read_gives_a_token_back(preset: str) -> None:
-    cache = HopperKvCache(Shape(), flow(preset, first_layers_bf16=1), 3, "cpu")
-    for x in tensors(cache):
-        x.view(torch.uint8).copy_(torch.randint(0, 120, x.view(torch.uint8).shape))
+    cache = HopperKvCache(SHAPE, SHAPE.flow(preset, first_layers_bf16=1), 3, "cpu")
+    for x in bytes_of_pages(cache):
+        x.copy_(torch.randint(0, 120, x.shape))
     slots = torch.tensor([2 * PAGE_TOKENS + 7, 0, PAGE_TOKENS + 127])
     for layer, pages in enumerate(cache.layers):
         k, v = cache.read(layer, slots)
@@ -94,29 +74,19 @@ def test_read_gives_a_token_back(preset: str) -> None:
         ) and k.scales.shape == v.scales.shape == (3, 2)
         for row, slot in enumerate(slots.tolist()):
             page, offset = divmod(slot, PAGE_TOKENS)
-            bytes_of = [
-                x.view(torch.uint8)
-                for x in (k.values[row], pages.keys[page, :, offset].contiguous())
-            ]
-            assert torch.equal(*bytes_of)
+            assert same(k.values[row], pages.keys[page, :, offset])
             if pages.key_scales is None or pages.value_scales is None:
-                assert (
-                    torch.equal(v.values[row], pages.values[page, :, offset])
-                    and (k.scales == 127).all()
-                    and (v.scales == 127).all()
-                )
+                assert same(v.values[row], pages.values[page, :, offset])
+                assert (k.scales[row] == 127).all() and (v.scales[row] == 127).all()
             else:
-                assert torch.equal(
-                    v.values.view(torch.uint8)[row],
-                    pages.values.view(torch.uint8)[page, :, :, offset],
-                )
-                assert torch.equal(k.scales[row], pages.key_scales[page, :, offset])
-                assert torch.equal(v.scales[row], pages.value_scales[page, :, offset])
+                assert same(v.values[row], pages.values[page, :, :, offset])
+                assert same(k.scales[row], pages.key_scales[page, :, offset])
+                assert same(v.scales[row], pages.value_scales[page, :, offset])
 
 
 def test_the_fp32_flow_is_refused() -> None:
     with pytest.raises(ConfigError, match="CPU"):
-        HopperKvCache(Shape(), flow("fp32"), 1, "cpu")
+        HopperKvCache(SHAPE, SHAPE.flow("fp32"), 1, "cpu")
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 7, 64])

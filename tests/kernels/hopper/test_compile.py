@@ -52,11 +52,11 @@ def test_decode(name: str, dim: int, split: bool, window: int) -> None:
     made = compile_for_hopper(
         attention._decode_kernel, types(name, paged=True), constants | absent, 4,
         num_stages=form.decode_stages, maxnreg=form.decode_registers,
+        # What does not change in the loop may wait there: four programs need it.
+        most_stack={"fp8": 16, "int8": 24, "bf16": 0}[name] if dim == 128 else 0,
     )  # fmt: skip
     assert made.products == products
     assert made.programs >= (4 if form.scaled else 2)
-    # What does not change in the loop may wait there: four programs need it.
-    assert made.stack <= ({"fp8": 16, "int8": 24, "bf16": 0}[name] if dim == 128 else 0)
 
 
 @pytest.mark.parametrize(("dim", "split", "window"), VARIANTS)
@@ -70,14 +70,14 @@ def test_prefill(name: str, dim: int, split: bool, window: int) -> None:
     made = compile_for_hopper(
         attention._prefill_kernel, types(name, paged=False), constants | absent,
         form.prefill_warps, num_stages=form.prefill_stages,
+        # Joining a part with those before it happens once, outside the loop.
+        most_stack=0 if dim == 64 else 96 if split else 24,
     )  # fmt: skip
     assert made.products == products
     assert made.sass.count("WARPGROUP.DEPBAR") <= made.sass.count("GMMA") // 4  # they overlap
     assert made.programs >= 8 // form.prefill_warps
-    # Joining a part with those before it happens once, outside the loop.
-    assert made.stack <= (0 if dim == 64 else 96 if split else 24)
 
 
 def test_join() -> None:
     constants = {"H": 32, "D": 128, "PART": attention.PART, "WINDOW": 0}
-    assert compile_for_hopper(attention._join_kernel, TYPES, constants, 1).stack == 0
+    compile_for_hopper(attention._join_kernel, TYPES, constants, 1)

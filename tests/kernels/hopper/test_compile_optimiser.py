@@ -38,7 +38,6 @@ def test_adamw(noise: bool) -> None:
     made = compile_for_hopper(
         optimiser._adamw_kernel, TYPES | moments, constants, 4, multiples=MULTIPLES
     )
-    assert made.stack == 0
     assert made.wide_loads == (6 if noise else 8) == made.count("LDG")
     assert made.wide_stores == (4 if noise else 6) == made.count("STG")
     assert_rounded(made)
@@ -50,7 +49,6 @@ def test_adamw_with_8_bit_moments() -> None:
     made = compile_for_hopper(
         optimiser._adamw_8_bits_kernel, TYPES | codes, constants, 4, multiples=MULTIPLES
     )
-    assert made.stack == 0
     for width, reads, writes in (
         ("128", 4, 2),
         ("64", 2, 2),
@@ -67,15 +65,13 @@ def test_adamw_with_8_bit_moments() -> None:
 def test_gradient_squares(size: int, piece: int) -> None:
     constants = {"SIZE": size, "PIECE": piece, "WIDTH": min(optimiser._SQUARES_WIDTH, piece)}
     made = compile_for_hopper(optimiser._squares_kernel, TYPES, constants, 4)
-    assert made.stack == 0
     assert (made.wide_loads > 0) == (size >= 128 * 128)
 
 
 def test_sums_of_a_blocks_pieces() -> None:
     constants = {"BLOCKS": optimiser._BLOCKS}
     types = TYPES | {"OUT": "*fp64"}
-    made = compile_for_hopper(optimiser._add_squares_kernel, types, constants, 4, fuses=True)
-    assert made.stack == 0
+    compile_for_hopper(optimiser._add_squares_kernel, types, constants, 4, fuses=True)
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
@@ -85,7 +81,6 @@ def test_an_ordered_sum_reads_each_number_once(count: int) -> None:
         optimiser._add_kernel, TYPES, constants, 8, multiples=MULTIPLES, fuses=True
     )
     vectors = optimiser._SUM_WIDTH // (8 * 32 * 4)  # of four numbers, by eight warps
-    assert made.stack == 0
     assert made.wide_loads == (count + 1) * vectors
     assert made.wide_stores == vectors
     assert made.ptx.count("add.f32") == count * 4 * vectors
@@ -99,7 +94,6 @@ def test_gradient_of_the_logits(size: int, of_entropies: bool) -> None:
     constants |= {} if of_entropies else {"ENTROPY": None, "D_ENTROPY": None}
     types = TYPES | {"OUT": "*bf16"}
     made = compile_for_hopper(head._gradient_kernel, types, constants, 4)
-    assert made.stack == 0
     if size % 16 == 0:
         assert made.wide_loads and made.wide_stores
 
@@ -114,7 +108,6 @@ def test_checksum() -> None:
     made = compile_for_hopper(
         optimiser._sums_kernel, types, constants, optimiser._CHECKED_WARPS, fuses=True
     )
-    assert made.stack == 0
     assert made.programs >= 4
     at_once = max(len(re.findall(r"LDG\.E\.128", block)) for block in made.sass.split("BRA"))
     words_of_a_thread = optimiser._CHECKED_WIDTH // (optimiser._CHECKED_WARPS * 32)

@@ -75,11 +75,9 @@ def test_encode(
     constants |= dict.fromkeys(absent if paged else (*absent, "SLOT"))
     types = TYPES | value_types(format, paged)
     if format == "e4m3":
-        given = compile_for_hopper(qkv._encode_kernel, types, constants, tiling.warps, maxima=True)
-        assert given.stack == 0
+        compile_for_hopper(qkv._encode_kernel, types, constants, tiling.warps, maxima=True)
     constants |= dict.fromkeys(OF_TENSORS)
     made = compile_for_hopper(qkv._encode_kernel, types, constants, tiling.warps)
-    assert made.stack == 0
     # The rotation is two products and a sum, each rounded.  A division (a norm's, INT8's) needs fma
     # in SASS.
     assert "fma" not in made.ptx
@@ -94,10 +92,10 @@ def test_gather(dim: int, format: str) -> None:
     paged, packed = value_types(format, True), value_types(format, False)
     types = TYPES | paged | {"K_OUT": packed["K"], "V_OUT": packed["V"]}
     made = compile_for_hopper(qkv._gather_kernel, types, constants, 4, fuses=True)
-    assert made.stack == 0 and made.wide_loads and made.wide_stores
+    assert made.wide_loads and made.wide_stores
 
 
 def test_copy() -> None:
     constants = {"WORDS": 8 * 128 * 128 // 4, "N": attend._COPIED}
     made = compile_for_hopper(attend._copy_kernel, TYPES, constants, 8, fuses=True)
-    assert made.stack == 0 and made.wide_loads and made.wide_stores
+    assert made.wide_loads and made.wide_stores

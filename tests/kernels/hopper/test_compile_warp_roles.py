@@ -17,11 +17,12 @@ TYPES = {
 }  # fmt: skip
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Compiled:
+def compiled(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], most_stack: int
+) -> Compiled:
     """As these kernels are launched."""
-    return compile_for_hopper(
-        kernel, TYPES | types, constants, 4, source=GluonASTSource, fuses=True
-    )
+    how = {"source": GluonASTSource, "fuses": True, "most_stack": most_stack}
+    return compile_for_hopper(kernel, TYPES | types, constants, 4, **how)
 
 
 def tiles(rows: int, dim: int) -> str:
@@ -32,10 +33,7 @@ def numbers(count: int) -> str:
     return f"tensordesc<fp32[{count}],{attention_backward.FLAT!r}>"
 
 
-WIDTH = {
-    False: attention_backward.BLOCK.value,
-    True: 2 * attention_backward.BLOCK.value,
-}
+WIDTH = {False: attention_backward.BLOCK.value, True: 2 * attention_backward.BLOCK.value}
 """Numbers that come with GROUP queries, without and with the scales of INT8."""
 
 
@@ -62,9 +60,8 @@ def test_keys(dim: int, group: int, window: int, int8: bool) -> None:
         "H": 2 * group, "G": 2, "D": dim, "STAGES": stages, "WINDOW": window
     }  # fmt: skip
     constants |= {} if int8 else {"K_SCALE": None}
-    made = compiled(attention_backward._keys_kernel, types, constants)
-    assert_asynchronous(made)
-    assert made.stack <= (64 if dim == 128 else 0)  # outside the loop
+    most_stack = 64 if dim == 128 else 0
+    assert_asynchronous(compiled(attention_backward._keys_kernel, types, constants, most_stack))
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -80,10 +77,9 @@ def test_queries(dim: int, window: int, int8: bool) -> None:
         "H": 32, "G": 8, "D": dim, "WIDTH": WIDTH[int8], "STAGES": stages, "WINDOW": window
     }  # fmt: skip
     constants |= {} if int8 else {"scale_desc": None}
-    made = compiled(attention_backward._queries_kernel, types, constants)
-    assert_asynchronous(made)
-    # Outside the loop, and where a tile is cut by the window's edge.
-    assert made.stack <= ((40 if int8 else 8) if window else 0)
+    # Where a tile is cut by the window's edge, too.
+    most_stack = (40 if int8 else 8) if window else 0
+    assert_asynchronous(compiled(attention_backward._queries_kernel, types, constants, most_stack))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -100,7 +96,7 @@ def test_prepare(dim: int, qk: str, v: str, scale: str | None) -> None:
     else:
         types |= dict.fromkeys(("K_SCALE", "V_SCALE"), scale)
     made = compile_for_hopper(attention_backward._prepare_kernel, types, constants, 4, fuses=True)
-    assert made.stack == 0 and made.wide_loads and made.wide_stores
+    assert made.wide_loads and made.wide_stores
 
 
 @pytest.mark.parametrize(
@@ -119,10 +115,9 @@ def test_wgrad(n: int, k: int, experts: bool) -> None:
         },
     }
     constants = {"N": n, "K": k, "STAGES": linear.STAGES} | ({} if experts else {"STARTS": None})
-    made = compiled(linear._wgrad_kernel, types, constants)
+    made = compiled(linear._wgrad_kernel, types, constants, most_stack=64)
     lines = made.sass.splitlines()
     products = [i for i, line in enumerate(lines) if "QGMMA.64x128x32.F32.E4M3.E4M3" in line]
     assert len(products) == 16 and "UTMALDG" in made.sass  # two of a token group a warpgroup
     for first, last in ((products[0], products[7]), (products[8], products[15])):
         assert not any("STL" in line or "LDL" in line for line in lines[first:last])
-    assert made.stack <= 64  # outside the loop

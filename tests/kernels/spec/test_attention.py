@@ -17,6 +17,7 @@ from isobit.kernels.spec.paged_attention import PAGE_TOKENS, PagedAttention, Spe
 from isobit.kernels.spec.qkv import Heads
 from isobit.precision.quant_tensor import Format
 from isobit.proof.attention_cases import AttentionCase
+from tests.kernels.comparison import relative_error
 
 LENGTHS = (1, 63, 64, 65, 130, 7, 200, 100)
 LAYOUTS = [(4, 4, 32), (4, 2, 64), (6, 1, 64), (2, 2, 128), (4, 2, 80), (2, 1, 96), (2, 1, 256)]
@@ -160,17 +161,13 @@ def test_the_comparison_catches_a_mutant(
     assert not torch.equal(sequences.paged(seed=1), packed)
 
 
-def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((ours.double() - exact).norm() / exact.norm())
-
-
 @pytest.mark.parametrize("window", [None, 1, 70])
 @pytest.mark.parametrize(("format", "bound"), [("e4m3", 2.5e-3), ("bf16", 2.5e-3), ("fp32", 2e-6)])
 def test_values_against_fp64_attention_over_the_encoded_inputs(
     format: Format, bound: float, window: int | None
 ) -> None:
     sequences = make(format, (150, 20), window=window, outliers=False)
-    assert error(sequences.packed(), sequences.case().results()) < bound
+    assert relative_error(sequences.packed(), sequences.case().results()) < bound
 
 
 @pytest.mark.few(14)
@@ -188,7 +185,7 @@ def test_the_backward_is_straight_through(
     exact = case.exact_gradients()
     for name, ours in case.gradients().items():
         assert ours.shape == exact[name].shape and ours.dtype == sequences.dtype
-        assert error(ours, exact[name]) < (1e-5 if format == "fp32" else 6e-3)
+        assert relative_error(ours, exact[name]) < (1e-5 if format == "fp32" else 6e-3)
 
 
 @pytest.mark.parametrize("group", [100, 4096])

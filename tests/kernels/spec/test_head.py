@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from isobit.kernels.operands import HeadWeight
-from isobit.kernels.spec import head
-from isobit.kernels.spec import head as module
+from isobit.kernels.spec import head as head_module
 from isobit.kernels.spec.head import (
     draw,
     gumbel,
@@ -33,6 +32,7 @@ from isobit.precision.quant_tensor import Format
 from isobit.proof import cases
 from isobit.proof.cases import splitmix64
 from isobit.util.errors import NonFiniteError
+from tests.kernels.comparison import relative_error
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -177,7 +177,7 @@ def test_a_drawn_token_does_not_depend_on_the_batch_nor_on_the_size_of_the_parts
         for row in range(53)
     ]
     assert torch.equal(tokens, torch.cat(alone))
-    monkeypatch.setattr(head, "_NOISE_ELEMENTS", 1000)
+    monkeypatch.setattr(head_module, "_NOISE_ELEMENTS", 1000)
     assert torch.equal(tokens, draw(log_probs, keys, positions))
     assert len(tokens.unique()) > 10
 
@@ -260,14 +260,10 @@ def inputs_token_log_probs(dtype: torch.dtype, format: Format = "bf16") -> Input
     return hidden, publish_head(head_site(format), head), targets, temperatures
 
 
-def norm_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((ours.double() - exact).norm() / exact.norm())
-
-
 @pytest.fixture(params=[1 << 22, 501 * 7], ids=["whole", "7 rows at a time"])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last chunk is short."""
-    monkeypatch.setattr(module, "CHUNK", request.param)
+    monkeypatch.setattr(head_module, "CHUNK", request.param)
 
 
 @pytest.mark.few(23)
@@ -284,13 +280,13 @@ def test_log_probs_and_gradients_in_chunks(
     case = cases.token_log_probs(dtype, *of, in_int8)
     assert case.rows is not None and case.gradients is not None
     values, exact = case.rows(torch.arange(cases.ROWS)), case.results()
-    assert all(norm_error(values[:, i], exact[:, i]) < 1e-5 for i in (0, 1))
+    assert all(relative_error(values[:, i], exact[:, i]) < 1e-5 for i in (0, 1))
     wanted, theirs = case.exact_gradients(), case.exact_gradients(torch.float32)
     made, rounding = case.gradients(), 0.0 if dtype == torch.float32 else 2.0**-8
-    errors = {name: norm_error(ours, wanted[name]) for name, ours in made.items()}
+    errors = {name: relative_error(ours, wanted[name]) for name, ours in made.items()}
     assert made["hidden"].dtype == dtype
-    assert errors["hidden"] <= 2 * norm_error(theirs["hidden"], wanted["hidden"]) + rounding
-    assert errors["head"] <= 2 * norm_error(theirs["head"], wanted["head"])
+    assert errors["hidden"] <= 2 * relative_error(theirs["hidden"], wanted["hidden"]) + rounding
+    assert errors["head"] <= 2 * relative_error(theirs["head"], wanted["head"])
     assert errors["head"] < 1e-5, "the head's gradient is FP32 in every flow"
 
 
@@ -329,7 +325,7 @@ def test_a_chunk_changes_no_bit_of_a_log_probability(
 ) -> None:
     given = inputs_token_log_probs(torch.bfloat16, format)
     whole = token_log_probs(*given)
-    monkeypatch.setattr(module, "CHUNK", 1)
+    monkeypatch.setattr(head_module, "CHUNK", 1)
     assert all(torch.equal(a, b) for a, b in zip(whole, token_log_probs(*given), strict=True))
 
 

@@ -1,6 +1,5 @@
-"""The linear's operands and its three products beside the cases of ``test_cases.py``: the exact
-GEMM has one right answer for every order of its terms, and is as close to FP64 as torch's own FP32
-GEMM.
+"""The linear's operands and its three products beside the cases of ``test_cases.py``, and numbers
+that are not finite in them.
 """
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import linear as linear_module
 from isobit.kernels.spec.linear import (
-    dequantise_rows,
     dequantised,
     dgrad,
     fp8_gemm_nt,
@@ -20,12 +18,7 @@ from isobit.kernels.spec.linear import (
     output_gradient,
     wgrad,
 )
-from isobit.kernels.spec.quantise import (
-    publish,
-    quantise_blocks,
-    quantise_rows,
-    snap_rows,
-)
+from isobit.kernels.spec.quantise import publish, quantise_blocks, quantise_rows, snap_rows
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import DTYPES, Format, QuantTensor, ScaleKind
 
@@ -51,10 +44,8 @@ def backward(
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    a, b = (
-        a.double(),
-        b.double(),
-    )  # torch's cosine_similarity has an epsilon that swallows gradients of 1e-12
+    # Torch's cosine_similarity has an epsilon that swallows gradients of 1e-12.
+    a, b = a.double(), b.double()
     return float((a * b).sum() / (a.norm() * b.norm()))
 
 
@@ -85,10 +76,8 @@ def test_the_forward_is_the_exact_gemm_of_its_operands() -> None:
 
 @pytest.mark.parametrize("forward", ["e4m3", "bf16", "fp32"])
 def test_what_is_saved_changes_no_bit_of_what_is_read(forward: Format) -> None:
-    weight, x = (
-        make(forward),
-        torch.randn(200, K).to(DTYPES["fp32" if forward == "fp32" else "bf16"]),
-    )
+    weight = make(forward)
+    x = torch.randn(200, K).to(DTYPES["fp32" if forward == "fp32" else "bf16"])
     plain, both = (linear_input(x, weight.site, save) for save in (False, True))
     assert plain.saved is None and both.saved is not None
     assert torch.equal(linear(plain.read, weight), linear(both.read, weight))
@@ -107,42 +96,13 @@ def test_wgrad_may_stay_in_bf16_with_the_same_forward() -> None:
     assert torch.equal(dw, dy.float().t() @ x.float())
 
 
-def outliers(rows: int, columns: int) -> torch.Tensor:
-    return torch.randn(rows, columns) * torch.exp(4 * torch.randn(rows, columns))
-
-
-def test_block_products_are_exact() -> None:
-    """Any order of the 128 terms gives the same bits: the columns of both operands permuted inside
-    each block.
-    """
+def test_products_on_the_grid_are_exact() -> None:
+    """Any order of the 128 terms of a block gives the same bits."""
     order = torch.cat([torch.randperm(128), 128 + torch.randperm(128)])
-    x, w = quantise_rows(outliers(40, 256)), quantise_blocks(outliers(128, 256))
-    shuffled_x, shuffled_w = (
-        quantise_rows(dequantise_rows(x)[:, order]),
-        quantise_blocks(_dequantise(w)[:, order]),
-    )
-    assert torch.equal(fp8_gemm_nt(x, w), fp8_gemm_nt(shuffled_x, shuffled_w))
     a, b = snap_rows(torch.randn(40, 256)), snap_rows(torch.randn(60, 256))
     assert torch.equal(
         grid_gemm_nt(a, b), grid_gemm_nt(a[:, order].contiguous(), b[:, order].contiguous())
     )
-
-
-def _dequantise(w: QuantTensor) -> torch.Tensor:
-    return dequantised(LinearWeight(Site("w", "linear", "e4m3"), w))
-
-
-def test_accuracy_against_fp64_with_torch_as_the_yardstick() -> None:
-    x, w = torch.randn(64, 1024), torch.randn(96, 1024)
-    exact = x.double() @ w.double().t()
-    ours = (grid_gemm_nt(snap_rows(x), snap_rows(w)) - exact).norm()
-    yardstick = (x @ w.t() - exact).norm()
-    assert ours <= 2 * yardstick
-    q, qw = quantise_rows(x), quantise_blocks(torch.randn(128, 1024))
-    exact = dequantise_rows(q).double() @ _dequantise(qw).double().t()
-    assert (fp8_gemm_nt(q, qw) - exact).norm() <= 2 * (
-        dequantise_rows(q) @ _dequantise(qw).t() - exact
-    ).norm()
 
 
 def test_snapping_keeps_bf16_that_lies_within_15_bits_of_the_largest() -> None:

@@ -2,40 +2,25 @@
 one.
 """
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
-from isobit.config.precision import PrecisionConfig
 from isobit.kernels.spec import sizes
 from isobit.kernels.spec.paged_attention import PAGE_TOKENS, SpecKvCache
 from isobit.kernels.spec.qkv import Heads
-from isobit.precision.flow import LinearShape, PrecisionFlow, build_flow
+from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import DTYPES
-from tests.sites import shape_of_layers
+from tests.kernels.caches import CacheShape
+from tests.kernels.comparison import same
 
-LAYERS = shape_of_layers(3, {"qkv_proj": LinearShape({"q_proj": 128}, 128)})
-
-
-@dataclass(frozen=True)
-class Shape:
-    num_layers: int = 3
-    num_kv_heads: int = 2
-    head_dim: int = 32
-
-
-def flow(preset: str, **options: int) -> PrecisionFlow:
-    return build_flow(PrecisionConfig.model_validate({"preset": preset, **options}), LAYERS)
-
-
+SHAPE = CacheShape(3, 2, 32)
 FLOWS = [
-    flow("fp8"),
-    flow("int8"),
-    flow("bf16"),
-    flow("fp32"),
-    flow("fp8", first_layers_bf16=1),
-    flow("int8", first_layers_bf16=1),
+    SHAPE.flow("fp8"),
+    SHAPE.flow("int8"),
+    SHAPE.flow("bf16"),
+    SHAPE.flow("fp32"),
+    SHAPE.flow("fp8", first_layers_bf16=1),
+    SHAPE.flow("int8", first_layers_bf16=1),
 ]
 IDS = ["fp8", "int8", "bf16", "fp32", "mixed", "mixed int8"]
 
@@ -50,24 +35,23 @@ def tokens(dtype: torch.dtype, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("mixed", FLOWS, ids=IDS)
 def test_pages_are_zero_and_of_the_promised_size(mixed: PrecisionFlow) -> None:
-    cache = SpecKvCache(Shape(), mixed, 5)
+    cache = SpecKvCache(SHAPE, mixed, 5)
     assert (cache.page_tokens, cache.num_pages) == (sizes.page_tokens, 5)
     held = [x for arena in cache.layers for x in (arena.values, arena.scales)]
-    assert sum(x.nbytes for x in held) == 5 * sizes.page_bytes(Shape(), mixed)
+    assert sum(x.nbytes for x in held) == 5 * sizes.page_bytes(SHAPE, mixed)
     assert not any(x.view(torch.uint8).any() for x in held)
 
 
 @pytest.mark.parametrize("mixed", FLOWS, ids=IDS)
 def test_a_token_is_read_as_it_was_encoded_and_others_stay(mixed: PrecisionFlow) -> None:
-    cache = SpecKvCache(Shape(), mixed, 3)
+    cache = SpecKvCache(SHAPE, mixed, 3)
     dtype = DTYPES[mixed.training.activations]
     slots = torch.tensor([2 * PAGE_TOKENS + 7, 0, PAGE_TOKENS + 63, 1])
     for layer, format in enumerate(cache.formats):
         pair = tokens(dtype, 4)
         cache.write(layer, slots, *pair)
         for found, source in zip(cache.read(layer, slots), pair, strict=True):
-            expected = raw(Heads.encode(source, format))
-            assert all(torch.equal(a, b) for a, b in zip(raw(found), expected, strict=True))
+            assert same(found, Heads.encode(source, format))
         other = cache.read(layer, torch.tensor([2, PAGE_TOKENS]))
         assert not any(x.any() for heads in other for x in raw(heads))
         first = cache.gather(layer, torch.tensor([2, 0]), 8)
@@ -78,7 +62,7 @@ def test_a_token_is_read_as_it_was_encoded_and_others_stay(mixed: PrecisionFlow)
 
 
 def test_pages_are_copied_in_all_layers_and_cleared_in_place() -> None:
-    cache = SpecKvCache(Shape(), flow("fp8", first_layers_bf16=1), 4)
+    cache = SpecKvCache(SHAPE, SHAPE.flow("fp8", first_layers_bf16=1), 4)
     for layer in range(3):
         cache.write(layer, torch.arange(2 * PAGE_TOKENS), *tokens(torch.bfloat16, 2 * PAGE_TOKENS))
     cache.copy_pages([0, 1], [3, 2])

@@ -2,8 +2,6 @@
 operations that must have the bits of the single ones.
 """
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -19,7 +17,8 @@ from isobit.kernels.spec.pointwise import (
     swiglu_saved,
 )
 from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import Format, QuantTensor
+from isobit.precision.quant_tensor import Format
+from tests.kernels.comparison import relative_error, same
 
 
 def test_rows_of_equal_ids_are_added_in_the_order_of_their_tokens() -> None:
@@ -32,15 +31,10 @@ def test_rows_of_equal_ids_are_added_in_the_order_of_their_tokens() -> None:
 
 
 EPSILON = 1e-6
-DTYPES = [torch.float32, torch.bfloat16]
 
 
-def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((ours.double() - exact).norm() / exact.norm())
-
-
-def site(format: Format) -> Site:
-    return Site("w", "linear", format, dgrad=format, wgrad=format)
+def site(forward: Format, wgrad: Format | None = None) -> Site:
+    return Site("w", "linear", forward, dgrad=forward, wgrad=wgrad or forward)
 
 
 @pytest.mark.parametrize("save", [False, True])
@@ -54,14 +48,7 @@ def test_addition_norm_and_operand_are_the_single_operations(format: Format, sav
     assert made.norm is not None and torch.equal(made.norm, norm)
     expected = linear_input(norm, site(format), save)
     assert made.input is not None and (made.input.saved is not None) == save
-    pairs = [(made.input.read, expected.read), (made.input.saved, expected.saved)]
-    for ours, theirs in pairs[: 1 + save]:
-        if isinstance(ours, torch.Tensor):
-            assert torch.equal(ours, theirs)  # type: ignore[arg-type]
-        else:
-            assert isinstance(ours, QuantTensor) and isinstance(theirs, QuantTensor)
-            assert torch.equal(ours.values.view(torch.uint8), theirs.values.view(torch.uint8))
-            assert torch.equal(ours.scales, theirs.scales)
+    assert same(made.input.read, expected.read) and same(made.input.saved, expected.saved)
 
 
 def test_nothing_is_added_and_nothing_encoded_where_there_is_nothing() -> None:
@@ -75,33 +62,16 @@ def test_row_sum_of_a_wide_row_is_cut_the_same_way_for_any_batch() -> None:
     x = torch.randn(3, 151_936)
     whole = row_sum(x)
     assert all(torch.equal(row_sum(x[i : i + 1]), whole[i : i + 1]) for i in range(3))
-    assert error(whole, x.double().sum(-1, keepdim=True)) < 1e-5
+    assert relative_error(whole, x.double().sum(-1, keepdim=True)) < 1e-5
 
 
-def site_swiglu(forward: Format, wgrad: Format | None = None) -> Site:
-    return Site("w", "linear", forward, dgrad=forward, wgrad=wgrad or forward)
-
-
-SITES = [
-    site_swiglu("fp32"),
-    site_swiglu("bf16"),
-    site_swiglu("e4m3"),
-    site_swiglu("e4m3", wgrad="bf16"),
-]
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, QuantTensor):
-        return torch.equal(a.values.view(torch.uint8), b.values.view(torch.uint8)) and torch.equal(
-            a.scales, b.scales
-        )
-    return torch.equal(a, b)
+SITES = [site("fp32"), site("bf16"), site("e4m3"), site("e4m3", wgrad="bf16")]
 
 
 def test_far_from_zero_it_is_the_line_or_nothing() -> None:
     gate_up = torch.tensor([[300.0, -300.0, 2.0, 2.0]])
     assert swiglu(gate_up).tolist() == [[600.0, 0.0]]
-    (d,) = swiglu_backward(torch.ones(1, 2), gate_up, site_swiglu("fp32")).rows  # type: ignore[misc]
+    (d,) = swiglu_backward(torch.ones(1, 2), gate_up, site("fp32")).rows  # type: ignore[misc]
     assert d.tolist() == [2.0, 0.0, 300.0, 0.0]
 
 
@@ -114,7 +84,7 @@ def test_operands_are_those_of_the_single_operations(where: Site) -> None:
     assert same(made.read, expected.read) and same(made.saved, expected.saved)
     assert same(swiglu_saved(gate_up, where), expected.saved)
     assert swiglu_input(gate_up, where).saved is None
-    d_gate_up = swiglu_backward(dy, gate_up, site_swiglu("bf16")).rows
+    d_gate_up = swiglu_backward(dy, gate_up, site("bf16")).rows
     assert isinstance(d_gate_up, torch.Tensor)
     whole, parts = swiglu_backward(dy, gate_up, where), output_gradient(d_gate_up, where)
     assert same(whole.rows, parts.rows) and same(whole.tokens, parts.tokens)

@@ -6,13 +6,8 @@ import pytest
 import torch
 
 from isobit.kernels.operands import QkvTransform, RopeTable
-from isobit.kernels.spec.qkv import (
-    Heads,
-    hadamard,
-    hadamard_size,
-    rotate,
-    with_bias,
-)
+from isobit.kernels.spec.qkv import Heads, hadamard, hadamard_size, rotate, with_bias
+from isobit.proof.cases import hadamard_matrix
 
 
 def test_the_bias_is_rounded_with_the_sum_and_not_before() -> None:
@@ -27,19 +22,11 @@ def test_the_bias_is_rounded_with_the_sum_and_not_before() -> None:
 SIZES = {64: 64, 80: 16, 96: 32, 128: 128, 256: 256}
 
 
-def matrix(head_dim: int) -> torch.Tensor:
-    """By Sylvester's construction, a block beside the other."""
-    block, pair = torch.ones(1, 1), torch.tensor([[1.0, 1.0], [1.0, -1.0]])
-    while len(block) < SIZES[head_dim]:
-        block = torch.kron(pair, block)
-    return torch.block_diag(*[block] * (head_dim // len(block)))
-
-
 @pytest.mark.parametrize("head_dim", SIZES)
 def test_it_is_sylvesters_matrix(head_dim: int) -> None:
     assert hadamard_size(head_dim) == SIZES[head_dim]
     whole = torch.randint(-1000, 1000, (5, 3, head_dim)).float()  # their sums are exact
-    assert torch.equal(hadamard(whole, SIZES[head_dim]), whole @ matrix(head_dim))
+    assert torch.equal(hadamard(whole, SIZES[head_dim]), whole @ hadamard_matrix(head_dim).float())
     assert torch.equal(
         hadamard(hadamard(whole, SIZES[head_dim]), SIZES[head_dim]), whole * SIZES[head_dim]
     )
@@ -81,15 +68,6 @@ def test_products_of_vectors_with_large_channels_lose_less() -> None:
 
 FREQUENCIES = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64)
 TABLE_ROPE = RopeTable.build(FREQUENCIES, 50)
-
-
-def test_values_against_complex_numbers() -> None:
-    x, positions = torch.randn(3, 2, 8), torch.tensor([0, 3, 49])
-    y = rotate(x, TABLE_ROPE.rows(positions))
-    turn = torch.polar(torch.ones(3, 1, 4).double(), positions[:, None, None] * FREQUENCIES)
-    exact = torch.complex(*x.double().chunk(2, -1)) * turn
-    torch.testing.assert_close(y.double(), torch.cat([exact.real, exact.imag], -1))
-    assert torch.equal(y[0], x[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
