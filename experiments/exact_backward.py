@@ -58,7 +58,7 @@ def fp8_gradients(
     saved = backend.linear_input(x, weight.site, save=True).saved
     assert saved is not None
     dw = torch.zeros((dy.shape[1], x.shape[1]), device=dy.device)
-    backend.wgrad(gradient.tokens, saved, dw)
+    backend.wgrad(gradient.tokens, saved, dw, weight.site)
     return backend.dgrad(gradient.rows, weight).float(), dw
 
 
@@ -140,7 +140,7 @@ class ExactBackward:
         plain = replace(site, forward="bf16", dgrad="bf16", wgrad="bf16")
         return self._inner.swiglu_backward(d_activation, gate_up, plain)
 
-    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> None:
+    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, site: Site) -> None:
         """Exact; the linear's name comes with its DGrad, which is next."""
         grad.add_(dy.float().t() @ x.float())
         self._x = x

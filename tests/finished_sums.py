@@ -93,7 +93,7 @@ class Case:
         x = backend.linear_input(self.narrow(self.size.tokens, columns), site, save=True).saved
         dy = backend.output_gradient(self.narrow(self.size.tokens, rows), site).tokens
         assert x is not None
-        return Operation(((rows, columns),), lambda grads: backend.wgrad(dy, x, grads[0]))
+        return Operation(((rows, columns),), lambda grads: backend.wgrad(dy, x, grads[0], site))
 
     def experts(self, forward: Format, wgrad: Format) -> Operation:
         backend, size = self.backend, self.size

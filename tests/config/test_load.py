@@ -194,7 +194,7 @@ def test_every_problem_is_listed_with_its_dotted_path(recipe):
         ),
         ("[data.eval.b]\ntype = 'jsonl'", "with --data.eval.b.path VALUE"),
         ("[data.eval.b]\ntype = 'jsonl'\npath = 'x'\nlimt = 2", "did you mean data.eval.b.limit?"),
-        ("[precision]\nwgrad = 'int8'", "precision.wgrad: should be 'fp8' or 'bf16', but it is"),
+        ("[precision]\ndgrad = 'bf16'", "precision.dgrad: should be 'fp8' or 'int8', but it is"),
         (
             "[precision]\npreset = 'fp9'",
             "precision.preset: should be 'fp32', 'bf16', 'fp8-rollout'",

@@ -136,7 +136,7 @@ def test_every_setting_is_listed_once_with_what_it_takes():
     assert len(keys) == len(list(all_keys(RunConfig)))
     assert {f"training.{name}" for name in TrainingConfig.model_fields} <= set(keys)
     assert (keys["training.steps"].kind, keys["training.steps"].default) == ("int", "20")
-    assert keys["precision.wgrad"].kind == "fp8 | bf16"
+    assert keys["precision.wgrad"].kind == "fp8 | int8 | bf16"
     assert keys["rollout.stop_strings"].kind == "list of str"
     assert keys["data.shuffle"].default == "true"
     assert keys["threads"].default == ""

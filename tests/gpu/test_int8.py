@@ -319,8 +319,8 @@ def test_wgrad(wgrad_format: Format) -> None:
     assert saved is not None
     start = torch.randn(sum(parts), k, device="cuda")
     grad, product = start.clone(), torch.zeros_like(start)
-    wgrad(d.tokens, saved, grad)
-    wgrad(d.tokens, saved, product)
+    wgrad(d.tokens, saved, grad, made_site)
+    wgrad(d.tokens, saved, product, made_site)
     host = linear_specification.output_gradient(dy.cpu(), made_site).tokens
     theirs = linear_specification.input_saved(x.cpu(), made_site)
     wide = [linear_specification.dequantise_tokens(one).double() for one in (host, theirs)]

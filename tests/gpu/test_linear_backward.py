@@ -100,7 +100,7 @@ def test_a_linear_with_its_backward_in_bf16_wgrad() -> None:
     made = output_gradient(dy, site)
     assert given.saved is not None and made.tokens is dy
     grad = torch.zeros_like(master)
-    wgrad(made.tokens, given.saved, grad)
+    wgrad(made.tokens, given.saved, grad, site)
     assert relative_error(grad, dy.double().t() @ x.double()) < 1e-5
     assert dgrad(made.rows, weight).shape == x.shape
     assert int(republish(weight, master)) == 0 < int(republish(weight, -master))

@@ -258,7 +258,8 @@ def _check_backward(config: PrecisionConfig, shape: DecoderShape) -> None:
             )
         if value == "int8" and any(linear.experts > 1 for linear in shape.linears):
             raise ConfigError(
-                f'precision.{key} is "int8", but experts have no backward in INT8; leave the key out'
+                f'precision.{key} is "int8", but experts have no backward in INT8; leave the key '
+                "out"
             )
 
 

@@ -63,12 +63,6 @@ def check(parts: tuple[int, ...], columns: int, tokens: int, spoilt: float | Non
         assert torch.equal(ours.values[:, :tokens], theirs.values)
         assert not ours.values[:, tokens:].any()
     d_x = linear.dgrad(made.rows, weight)
-    assert (
-        torch.equal(
-            d_x.view(torch.int16), linear_specification.dgrad(exact.rows, weight).view(torch.int16)
-        )
-        or d_x.isnan().any()
-    )
     torch.testing.assert_close(
         d_x, linear_specification.dgrad(exact.rows, weight), rtol=0, atol=0, equal_nan=True
     )

@@ -39,7 +39,7 @@ def backward(
     saved, read = linear_input(x, weight.site, save=True).saved, output_gradient(dy, weight.site)
     assert saved is not None
     grad = torch.zeros(N, K)
-    wgrad(read.tokens, saved, grad)
+    wgrad(read.tokens, saved, grad, weight.site)
     return dgrad(read.rows, weight), grad
 
 
