@@ -51,9 +51,14 @@ ROLLOUT_CASES = {
     "long": RolloutCase(256, 512, 3584),
     "context": RolloutCase(16, 30720, 2048),
 }
-MODES = ("bf16", "fp8-linear", "fp8", "fp8-int8-attention", "int8-linear", "int8", "int8-head")
-"""Presets, and two flows with options: ``fp8`` with attention in INT8, ``int8`` with lm_head."""
-INT8_ATTENTION = ("fp8-int8-attention", "int8", "int8-head")
+MODES = (
+    "bf16", "fp8-linear", "fp8", "fp8-int8-attention", "int8-linear", "int8", "int8-head",
+    "int8-backward", "int8-wgrad",
+)  # fmt: skip
+"""Presets, and flows with options: ``fp8`` with attention in INT8; ``int8`` with lm_head, with
+DGrad and WGrad, and with WGrad alone.
+"""
+INT8_ATTENTION = ("fp8-int8-attention", "int8", "int8-head", "int8-backward", "int8-wgrad")
 """Modes whose attention and KV cache are in INT8."""
 MAX_SEQUENCES = 256
 WARM_UP_TOKENS = 16
@@ -68,6 +73,8 @@ def precision_of(mode: str) -> PrecisionConfig:
     with_options = {
         "fp8-int8-attention": {"preset": "fp8", "attention": "int8"},
         "int8-head": {"preset": "int8", "head": "int8"},
+        "int8-backward": {"preset": "int8", "dgrad": "int8", "wgrad": "int8"},
+        "int8-wgrad": {"preset": "int8", "wgrad": "int8"},
     }
     return PrecisionConfig.model_validate(with_options.get(mode, mode))
 

@@ -33,7 +33,7 @@ def row_constants(columns: int) -> tuple[dict[str, Any], int]:
     constants = {
         **dict.fromkeys(("C", "K", "X_ROW", "OUT", "OUT_ROW"), columns), "WIDTH": width,
         "GROUPS": width // 128, "POWER_OF_TWO": False, "LEVELS": quantise.levels(columns),
-        "ADD": True, "KEEP": True, "QUANTISE": True,
+        "ADD": True, "KEEP": True, "QUANTISE": True, "AMAX": None,
     }  # fmt: skip
     return constants, width
 

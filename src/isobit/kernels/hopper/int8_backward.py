@@ -18,7 +18,7 @@ the product loses a fifth of its speed.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 from dataclasses import dataclass
@@ -27,11 +27,13 @@ from itertools import accumulate
 import torch
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from isobit.kernels.hopper.device_functions import rotated
 from isobit.kernels.hopper.int8 import BAND, scaled
 from isobit.kernels.hopper.quantise import (
+    FLOOR_BITS,
     amax_bits,
     levels,
     quantise_columns,
@@ -45,10 +47,12 @@ from isobit.precision.quant_tensor import BLOCK, Int8Parts, Int8Rows, num_blocks
 _TILE = 128  # rows and columns of a product's tile
 _STAGES = 3
 _TOKENS = tl.constexpr(1024)  # of a program that looks for the largest numbers of columns
-_STRIP = tl.constexpr(32)  # of them that it reads at once
+_STRIP = tl.constexpr(128)  # of them that it reads at once
 _FACTORS = tl.constexpr(1024)  # tokens of a program that balances
 _INF_BITS = tl.constexpr(0x7F800000)
 _LARGEST_SHIFT = tl.constexpr(126)
+
+_amax_bits = gluon.jit(amax_bits.fn)  # compiled as a part of a Gluon kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,54 +79,90 @@ def quantise_parts(dy: torch.Tensor, parts: tuple[int, ...]) -> tuple[Int8Parts,
     return Int8Parts(made, scales, parts), amax
 
 
-@triton.jit
+# Layouts of a block of 128 x 128 over 4 warps: as it is loaded, 16 bytes a thread; a row a thread,
+# and a column a thread, in which a Hadamard transform needs no other thread; as it is stored.
+LOADED = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
+A_ROW = gl.constexpr(gl.BlockedLayout([1, 128], [32, 1], [4, 1], [1, 0]))
+A_COLUMN = gl.constexpr(gl.BlockedLayout([128, 1], [1, 32], [1, 4], [0, 1]))
+
+
+@gluon.jit
+def _pairs(x, APART: gl.constexpr):
+    """FP32 [128, 128], a row a thread: (a, b) -> (a + b, a - b) of numbers of a row APART."""
+    a, b = gl.split(x.reshape([128, 64 // APART, 2, APART]).permute([0, 1, 3, 2]))
+    return gl.join(a + b, a - b).permute([0, 1, 3, 2]).reshape([128, 128])
+
+
+@gluon.jit
+def _rotated(x, LEVELS: gl.constexpr):
+    """FP32 [128, 128], a row a thread -> x H, H of blocks of 2^LEVELS columns."""
+    for level in gl.static_range(LEVELS):
+        x = _pairs(x, 1 << level)
+    return x
+
+
+@gluon.jit
 def _turned(
-    VALUES, SCALES, PART: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr,
-    OVER_ROWS: tl.constexpr,
+    VALUES, SCALES, PART: gl.constexpr, K: gl.constexpr, LEVELS: gl.constexpr,
+    OVER_ROWS: gl.constexpr,
 ):  # fmt: skip
     """The program's block of a part [PART, K], FP32 [128 of K, 128 of PART], behind both
     Hadamard matrices; zeros beyond PART.
     """
-    k = tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128)
-    n = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)
+    n = gl.program_id(1).to(gl.int64) * 128
+    k = gl.program_id(0).to(gl.int64) * 128 + gl.arange(0, 128, gl.SliceLayout(0, LOADED))
+    row = n + gl.arange(0, 128, gl.SliceLayout(1, LOADED))
+    of_row = n + gl.arange(0, 128, gl.SliceLayout(1, A_ROW))
+    inside = None
     if PART % 128 or K % 128:
-        inside = (n < PART)[:, None] & (k < K)[None, :]
-        values = tl.load(VALUES + n[:, None] * K + k[None, :], mask=inside, other=0)
-        scales = tl.load(SCALES + n, mask=n < PART, other=0.0)
+        inside = (row < PART)[:, None] & (k < K)[None, :]
+        values = gl.load(VALUES + row[:, None] * K + k[None, :], mask=inside, other=0)
+        scales = gl.load(SCALES + of_row, mask=of_row < PART, other=0.0)
     else:
-        values = tl.load(VALUES + n[:, None] * K + k[None, :])
-        scales = tl.load(SCALES + n)
-    x = rotated(values.to(tl.float32) * scales[:, None], 128, 128, LEVELS)
-    return rotated(tl.trans(x), 128, 128, OVER_ROWS)
+        values = gl.load(VALUES + row[:, None] * K + k[None, :])
+        scales = gl.load(SCALES + of_row)
+    values = gl.convert_layout(values, A_ROW)
+    x = _rotated(values.to(gl.float32) * scales[:, None], LEVELS)
+    x = gl.convert_layout(x, A_COLUMN)
+    return gl.convert_layout(_rotated(x.permute([1, 0]), OVER_ROWS), A_ROW)
 
 
-@triton.jit
+@gluon.jit
 def _turned_amax_kernel(
-    VALUES, SCALES, AMAX, PART: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr,
-    OVER_ROWS: tl.constexpr,
+    VALUES, SCALES, AMAX, PART: gl.constexpr, K: gl.constexpr, LEVELS: gl.constexpr,
+    OVER_ROWS: gl.constexpr,
 ):  # fmt: skip
     """One program a block; AMAX int32 [K], zeros before."""
     x = _turned(VALUES, SCALES, PART, K, LEVELS, OVER_ROWS)
-    k = tl.program_id(0) * 128 + tl.arange(0, 128)
-    tl.atomic_max(AMAX + k, amax_bits(x, 1), mask=k < K)
+    k = gl.program_id(0) * 128 + gl.arange(0, 128, gl.SliceLayout(1, A_ROW))
+    gl.atomic_max(AMAX + k, _amax_bits(x, 1), mask=k < K)
 
 
-@triton.jit
+@gluon.jit
 def _turned_kernel(
-    VALUES, SCALES, AMAX, OUT, OUT_SCALES, out_row, PART: tl.constexpr, K: tl.constexpr,
-    LEVELS: tl.constexpr, OVER_ROWS: tl.constexpr,
+    VALUES, SCALES, AMAX, OUT, OUT_SCALES, out_row, PART: gl.constexpr, K: gl.constexpr,
+    LEVELS: gl.constexpr, OVER_ROWS: gl.constexpr,
 ):  # fmt: skip
     """One program a block, to [128 of K, 128] of OUT [K, out_row]; OUT_SCALES FP32 [K]."""
     x = _turned(VALUES, SCALES, PART, K, LEVELS, OVER_ROWS)
-    k = tl.program_id(0) * 128 + tl.arange(0, 128)
-    bits = tl.load(AMAX + k, mask=k < K, other=0)
-    made, scale = to_int8(x, bits[:, None])
-    to = tl.program_id(1) * 128 + tl.arange(0, 128)
-    place = OUT + k.to(tl.int64)[:, None] * out_row + to[None, :]
-    tl.store(place, made, mask=(k < K)[:, None])
-    if tl.program_id(1) == 0:
+    k = gl.program_id(0) * 128 + gl.arange(0, 128, gl.SliceLayout(1, A_ROW))
+    bits = gl.maximum(gl.load(AMAX + k, mask=k < K, other=0), FLOOR_BITS)
+    bad = bits >= _INF_BITS
+    amax = bits.to(gl.float32, bitcast=True)
+    largest = gl.full([128], 127.0, gl.float32, gl.SliceLayout(1, A_ROW))
+    scaled_x = x * gl.where(bad, 0.0, gl.div_rn(largest, amax))[:, None]
+    y = gl.where(bad[:, None], 0.0, scaled_x)  # a NaN times 0 is a NaN
+    # 1.5 * 2^23 more is the integer that is nearest to y, in the lowest bits.
+    made = (y + 12582912.0).to(gl.int32, bitcast=True).to(gl.int8)
+    if gl.program_id(1) == 0:
         # The Hadamard matrix over a part's rows is its own inverse times 2^OVER_ROWS.
-        tl.store(OUT_SCALES + k, tl.max(scale, 1) * (1.0 / (1 << OVER_ROWS)), mask=k < K)
+        scale = gl.where(bad, float("nan"), gl.div_rn(amax, largest)) * (1.0 / (1 << OVER_ROWS))
+        gl.store(OUT_SCALES + k, scale, mask=k < K)
+    made = gl.convert_layout(made, LOADED)
+    row = gl.program_id(0) * 128 + gl.arange(0, 128, gl.SliceLayout(1, LOADED))
+    to = gl.program_id(1) * 128 + gl.arange(0, 128, gl.SliceLayout(0, LOADED))
+    place = OUT + row.to(gl.int64)[:, None] * out_row + to[None, :]
+    gl.store(place, made, mask=(row < K)[:, None])
 
 
 def transposed_parts(weight: Int8Rows, parts: tuple[int, ...]) -> Int8Parts:
@@ -142,11 +182,11 @@ def transposed_parts(weight: Int8Rows, parts: tuple[int, ...]) -> Int8Parts:
         over_k, over_rows = levels(k), levels(part)
         _turned_amax_kernel[grid](
             own.values, own.scales, amax[index], part, k, over_k, over_rows,
-            num_warps=8, enable_fp_fusion=False,
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         _turned_kernel[grid](
             own.values, own.scales, amax[index], made[:, BLOCK * first_block :], scales[index],
-            made.stride(0), part, k, over_k, over_rows, num_warps=8, enable_fp_fusion=False,
+            made.stride(0), part, k, over_k, over_rows, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return Int8Parts(made, scales, parts)
 
@@ -235,7 +275,7 @@ def _columns(x: torch.Tensor, factors: torch.Tensor) -> Int8Rows:
     assert x.stride(1) == 1
     amax = torch.zeros(columns, dtype=torch.int32, device=x.device)
     grid = num_blocks(columns), triton.cdiv(tokens, _TOKENS.value)
-    _column_amax_kernel[grid](x, factors, amax, tokens, columns, x.stride(0), num_warps=4)
+    _column_amax_kernel[grid](x, factors, amax, tokens, columns, x.stride(0), num_warps=8)
     made = Int8Rows.empty(columns, num_blocks(tokens) * BLOCK, x.device)
     _columns_kernel[num_blocks(columns), num_blocks(tokens)](
         x, factors, amax, made.values, made.scales, tokens, columns, x.stride(0),
@@ -253,55 +293,47 @@ def _tile(tile, tiles_m, tiles_n, BAND: tl.constexpr):
     return row, tile % (BAND * tiles_n) // height
 
 
-@triton.jit
-def _add_part(
-    total, DY, W, DY_SCALE, W_SCALE, first_row, first_column, row, column,
-    FIRST: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """total + the product of COUNT blocks of the contraction from FIRST on, scaled."""
-    sums = tl.zeros([TILE, TILE], tl.int32)
-    for block in range(FIRST, FIRST + COUNT):
-        a = DY.load([first_row, block * 128])
-        b = W.load([first_column, block * 128])
-        sums = tl.dot(a, b.T, sums, out_dtype=tl.int32)
-    dy_scale = tl.load(DY_SCALE + row)
-    w_scale = tl.load(W_SCALE + column)
-    return total + scaled(sums, dy_scale[:, None], w_scale[None, :])
-
-
 @triton.jit(do_not_specialize=["m"])
 def _dgrad_kernel(
     DY, W, DY_SCALES, W_SCALES, OUT, m, n,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, PARTS: tl.constexpr,
     TILE: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """OUT BF16 [m, n] from descriptors of DY [m, ..] and W [n, ..], of three parts of so many
-    blocks; the last two may have none.
+    """OUT BF16 [m, n] from descriptors of DY [m, ..] and W [n, ..], of PARTS parts of so many
+    blocks.  All parts share one loop over blocks: each loop would have buffers of its own.
     """
     tiles_m = tl.cdiv(m, TILE)
     tiles_n = tl.cdiv(n, TILE)
     tiles = tiles_m * tiles_n
-    one_part: tl.constexpr = SECOND == 0
+    one_part: tl.constexpr = PARTS == 1
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=one_part):
         tile_row, tile_column = _tile(tile, tiles_m, tiles_n, BAND)
         first_row, first_column = tile_row * TILE, tile_column * TILE
         row = first_row + tl.arange(0, TILE)
         column = first_column + tl.arange(0, TILE)
         total = tl.zeros([TILE, TILE], tl.float32)
-        total = _add_part(
-            total, DY, W, DY_SCALES, W_SCALES, first_row, first_column, row % m, column % n,
-            0, FIRST, TILE,
-        )  # fmt: skip
-        if SECOND:
-            total = _add_part(
-                total, DY, W, DY_SCALES + m, W_SCALES + n, first_row, first_column, row % m,
-                column % n, FIRST, SECOND, TILE,
-            )  # fmt: skip
-        if THIRD:
-            total = _add_part(
-                total, DY, W, DY_SCALES + 2 * m, W_SCALES + 2 * n, first_row, first_column,
-                row % m, column % n, FIRST + SECOND, THIRD, TILE,
-            )  # fmt: skip
+        if one_part:
+            sums = tl.zeros([TILE, TILE], tl.int32)
+            for block in range(0, FIRST):
+                a = DY.load([first_row, block * 128])
+                b = W.load([first_column, block * 128])
+                sums = tl.dot(a, b.T, sums, out_dtype=tl.int32)
+            dy_scale = tl.load(DY_SCALES + row % m)
+            w_scale = tl.load(W_SCALES + column % n)
+            total += scaled(sums, dy_scale[:, None], w_scale[None, :])
+        else:
+            begin = 0
+            for part in range(PARTS):
+                end = begin + tl.where(part == 0, FIRST, tl.where(part == 1, SECOND, THIRD))
+                sums = tl.zeros([TILE, TILE], tl.int32)
+                for block in range(begin, end):
+                    a = DY.load([first_row, block * 128])
+                    b = W.load([first_column, block * 128])
+                    sums = tl.dot(a, b.T, sums, out_dtype=tl.int32)
+                dy_scale = tl.load(DY_SCALES + part * m + row % m)
+                w_scale = tl.load(W_SCALES + part * n + column % n)
+                total += scaled(sums, dy_scale[:, None], w_scale[None, :])
+                begin = end
         place = OUT + row[:, None].to(tl.int64) * n + column[None, :]
         tl.store(place, total.to(tl.bfloat16), mask=(row < m)[:, None] & (column < n)[None, :])
 
@@ -319,7 +351,8 @@ def dgrad(dy: Int8Parts, weight: Int8Parts) -> torch.Tensor:
     _dgrad_kernel[(min(2 * PROGRAMS, tiles),)](
         TensorDescriptor(dy.values, [m, depth], [depth, 1], [_TILE, BLOCK]),
         TensorDescriptor(weight.values, [n, depth], [depth, 1], [_TILE, BLOCK]),
-        dy.scales, weight.scales, out, m, n, *blocks, *[0] * (3 - len(blocks)), _TILE, BAND,
+        dy.scales, weight.scales, out, m, n, *blocks, *[0] * (3 - len(blocks)), len(blocks), _TILE,
+        BAND,
         num_warps=4, num_stages=_STAGES, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -1,0 +1,90 @@
+"""DGrad and WGrad in INT8 on a GPU: the operands and the bits of the specification."""
+
+import pytest
+import torch
+
+from isobit.kernels.hopper import int8_backward
+from isobit.kernels.hopper.linear import dgrad, output_gradient, wgrad
+from isobit.kernels.hopper.quantise import publish
+from isobit.kernels.operands import LinearWeight
+from isobit.kernels.spec import int8_backward as specification
+from isobit.kernels.spec import linear as linear_specification
+from isobit.precision.flow import Site
+from isobit.precision.quant_tensor import Int8Parts, Int8Rows, block_sizes
+from tests.kernels.comparison import bits
+
+CASES = [
+    ((256, 128, 72), 80, 5),
+    ((576, 192, 192), 576, 300),
+    ((1040, 1040), 576, 129),
+    ((4096, 1024, 1024), 1024, 512),
+    ((2048, 2048), 1024, 1000),
+    ((128, 128, 128), 128, 77),  # parts of a block
+    ((384,), 150, 77),
+    ((64,), 64, 1),
+]
+"""Rows of the parts, columns and tokens."""
+
+
+def numbers(rows: int, columns: int) -> torch.Tensor:
+    """BF16 rows of sizes over many powers of ten, one of them zero."""
+    x = (torch.randn(rows, columns) * torch.exp(3 * torch.randn(rows, 1))).bfloat16()
+    x[rows // 2] = 0.0
+    return x
+
+
+def of_host(matrix: Int8Rows) -> Int8Rows:
+    return Int8Rows(matrix.values.cpu(), matrix.scales.cpu())
+
+
+def assert_same_parts(ours: Int8Parts, theirs: Int8Parts) -> None:
+    """The same, but for zeros behind short blocks."""
+    assert torch.equal(bits(ours.scales), bits(theirs.scales))
+    blocks = theirs.values.split(block_sizes(theirs.parts), 1)
+    for block, whole in zip(blocks, ours.values.cpu().split(128, 1), strict=True):
+        assert torch.equal(whole[:, : block.shape[1]], block)
+        assert not whole[:, block.shape[1] :].any()
+
+
+def assert_equal(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Of NaN no bit is compared."""
+    torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("spoilt", [None, torch.nan, torch.inf])
+@pytest.mark.parametrize(("parts", "columns", "tokens"), CASES)
+def test_the_specifications_bits(
+    parts: tuple[int, ...], columns: int, tokens: int, spoilt: float | None
+) -> None:
+    torch.manual_seed(0)
+    site = Site("w", "linear", "int8", dgrad="int8", wgrad="int8", parts=parts)
+    master = torch.randn(sum(parts), columns) * torch.exp(torch.randn(sum(parts), 1))
+    x, dy = numbers(tokens, columns), numbers(tokens, sum(parts)) * 1e-5
+    if spoilt is not None:
+        dy[0, 1] = x[1 % tokens, 0] = master[2, 3] = spoilt
+    matrix = publish(site, master.cuda())
+    assert isinstance(matrix, Int8Rows)
+    weight, on_host = LinearWeight(site, matrix), LinearWeight(site, of_host(matrix))
+    assert_same_parts(
+        int8_backward.transposed_parts(matrix, parts),
+        specification.transposed_parts(of_host(matrix), parts),
+    )
+    made = output_gradient(dy.cuda(), site)
+    theirs = linear_specification.output_gradient(dy, site)
+    assert isinstance(made.rows, Int8Parts)
+    assert isinstance(theirs.rows, Int8Parts)
+    assert_same_parts(made.rows, theirs.rows)
+    assert isinstance(made.tokens, int8_backward.Unbalanced)
+    sides = int8_backward.balanced_rows(made.tokens, x.cuda())
+    for side, exact in zip(sides, specification.balanced_rows(dy, x), strict=True):
+        assert torch.equal(bits(side.scales), bits(exact.scales))
+        assert torch.equal(side.values[:, :tokens].cpu(), exact.values)
+        assert not side.values[:, tokens:].any()
+    assert_equal(dgrad(made.rows, weight), linear_specification.dgrad(theirs.rows, on_host))
+    grad = torch.randn(sum(parts), columns)
+    ours = grad.cuda()
+    wgrad(made.tokens, x.cuda(), ours, site)
+    linear_specification.wgrad(dy, x, grad, site)
+    assert_equal(ours, grad)
+    again = output_gradient(dy.cuda(), site)
+    assert_equal(dgrad(again.rows, weight), dgrad(made.rows, weight).cpu())
