@@ -11,10 +11,11 @@ read.  So W^T and WGrad's operands are made in two passes, the first of which le
 number of each row by ``atomic_max`` of its bits: a maximum has no order.
 
 Parts begin at whole blocks of 128 columns, with zeros behind short ones, and dY^T and X^T have
-zeros up to a whole block of tokens.  Both products are persistent programs of ``int8``.  DGrad's
-adds each part to FP32 sums in registers.  WGrad's adds to the gradient itself, one half of a tile
-after the other: with all of it at once, what is loaded and the sums do not fit the registers, and
-the product loses a fifth of its speed.
+zeros up to a whole block of tokens.  Both products are persistent programs, as those of ``int8``,
+which add to FP32 in memory: DGrad's, a launch for each part, to what the parts before have left,
+and WGrad's to the gradient.  They do so a quarter of a tile at a time, which the registers and the
+shared memory of two programs hold.  (A kernel that went through the parts in a loop around the loop
+over blocks had wrong sums on a card with Triton 3.6, and right ones in its interpreter.)
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -293,73 +294,84 @@ def _tile(tile, tiles_m, tiles_n, BAND: tl.constexpr):
     return row, tile % (BAND * tiles_n) // height
 
 
-@triton.jit(do_not_specialize=["m"])
+@triton.jit
+def _halves(x):
+    """[TILE, N] -> its first and its last columns, [TILE, N / 2] each."""
+    return tl.split(tl.trans(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), 0, 2, 1))
+
+
+@triton.jit
+def _end_part(TOTAL, OUT, made, row, column, m, n, ADDS: tl.constexpr, ENDS: tl.constexpr):
+    inside = (row < m)[:, None] & (column < n)[None, :]
+    place = row[:, None].to(tl.int64) * n + column[None, :]
+    before = 0.0  # which takes the sign from a zero
+    if ADDS:
+        before = tl.load(TOTAL + place, mask=inside, other=0.0)
+    made = before + made
+    if ENDS:
+        tl.store(OUT + place, made.to(tl.bfloat16), mask=inside)
+    else:
+        tl.store(TOTAL + place, made, mask=inside)
+
+
+@triton.jit(do_not_specialize=["m", "first"])
 def _dgrad_kernel(
-    DY, W, DY_SCALES, W_SCALES, OUT, m, n,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, PARTS: tl.constexpr,
-    TILE: tl.constexpr, BAND: tl.constexpr,
+    DY, W, DY_SCALE, W_SCALE, TOTAL, OUT, m, n, first, blocks,
+    ADDS: tl.constexpr, ENDS: tl.constexpr, TILE: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """OUT BF16 [m, n] from descriptors of DY [m, ..] and W [n, ..], of PARTS parts of so many
-    blocks.  All parts share one loop over blocks: each loop would have buffers of its own.
+    """The product of one part, so many blocks from ``first`` on, of descriptors of DY [m, ..] and
+    W [n, ..].  It is added to TOTAL, FP32 [m, n], unless the part is the first, and goes to OUT,
+    BF16 [m, n], if it is the last.
     """
     tiles_m = tl.cdiv(m, TILE)
     tiles_n = tl.cdiv(n, TILE)
-    tiles = tiles_m * tiles_n
-    one_part: tl.constexpr = PARTS == 1
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=one_part):
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tile_row, tile_column = _tile(tile, tiles_m, tiles_n, BAND)
         first_row, first_column = tile_row * TILE, tile_column * TILE
+        sums = tl.zeros([TILE, TILE], tl.int32)
+        for block in range(0, blocks):
+            a = DY.load([first_row, (first + block) * 128])
+            b = W.load([first_column, (first + block) * 128])
+            sums = tl.dot(a, b.T, sums, out_dtype=tl.int32)
         row = first_row + tl.arange(0, TILE)
         column = first_column + tl.arange(0, TILE)
-        total = tl.zeros([TILE, TILE], tl.float32)
-        if one_part:
-            sums = tl.zeros([TILE, TILE], tl.int32)
-            for block in range(0, FIRST):
-                a = DY.load([first_row, block * 128])
-                b = W.load([first_column, block * 128])
-                sums = tl.dot(a, b.T, sums, out_dtype=tl.int32)
-            dy_scale = tl.load(DY_SCALES + row % m)
-            w_scale = tl.load(W_SCALES + column % n)
-            total += scaled(sums, dy_scale[:, None], w_scale[None, :])
-        else:
-            begin = 0
-            for part in range(PARTS):
-                end = begin + tl.where(part == 0, FIRST, tl.where(part == 1, SECOND, THIRD))
-                sums = tl.zeros([TILE, TILE], tl.int32)
-                for block in range(begin, end):
-                    a = DY.load([first_row, block * 128])
-                    b = W.load([first_column, block * 128])
-                    sums = tl.dot(a, b.T, sums, out_dtype=tl.int32)
-                dy_scale = tl.load(DY_SCALES + part * m + row % m)
-                w_scale = tl.load(W_SCALES + part * n + column % n)
-                total += scaled(sums, dy_scale[:, None], w_scale[None, :])
-                begin = end
-        place = OUT + row[:, None].to(tl.int64) * n + column[None, :]
-        tl.store(place, total.to(tl.bfloat16), mask=(row < m)[:, None] & (column < n)[None, :])
+        dy_scale = tl.load(DY_SCALE + row % m)
+        w_scale = tl.load(W_SCALE + column % n)
+        made = scaled(sums, dy_scale[:, None], w_scale[None, :])
+        left, right = _halves(made)
+        a, b = _halves(left)
+        c, d = _halves(right)
+        part = first_column + tl.arange(0, TILE // 4)
+        _end_part(TOTAL, OUT, a, row, part, m, n, ADDS, ENDS)
+        _end_part(TOTAL, OUT, b, row, part + TILE // 4, m, n, ADDS, ENDS)
+        _end_part(TOTAL, OUT, c, row, part + TILE // 2, m, n, ADDS, ENDS)
+        _end_part(TOTAL, OUT, d, row, part + TILE // 4 * 3, m, n, ADDS, ENDS)
 
 
 def dgrad(dy: Int8Parts, weight: Int8Parts) -> torch.Tensor:
     """dY [T, ..] and W^T [K, ..], of the same parts in whole blocks -> dX BF16 [T, K]."""
     (m, depth), n = dy.values.shape, len(weight.values)
     assert dy.parts == weight.parts
-    assert len(dy.parts) <= 3, "a linear fuses at most three matrices"
     out = torch.empty((m, n), dtype=torch.bfloat16, device=dy.values.device)
     if not m:
         return out
-    blocks = [num_blocks(part) for part in dy.parts]
-    tiles = triton.cdiv(m, _TILE) * triton.cdiv(n, _TILE)
-    _dgrad_kernel[(min(2 * PROGRAMS, tiles),)](
-        TensorDescriptor(dy.values, [m, depth], [depth, 1], [_TILE, BLOCK]),
-        TensorDescriptor(weight.values, [n, depth], [depth, 1], [_TILE, BLOCK]),
-        dy.scales, weight.scales, out, m, n, *blocks, *[0] * (3 - len(blocks)), len(blocks), _TILE,
-        BAND,
-        num_warps=4, num_stages=_STAGES, enable_fp_fusion=False,
-    )  # fmt: skip
+    last = len(dy.parts) - 1
+    total = torch.empty((m, n), dtype=torch.float32, device=out.device) if last else None
+    tiles, first = triton.cdiv(m, _TILE) * triton.cdiv(n, _TILE), 0
+    left = TensorDescriptor(dy.values, [m, depth], [depth, 1], [_TILE, BLOCK])
+    right = TensorDescriptor(weight.values, [n, depth], [depth, 1], [_TILE, BLOCK])
+    for index, blocks in enumerate(map(num_blocks, dy.parts)):
+        _dgrad_kernel[(min(2 * PROGRAMS, tiles),)](
+            left, right, dy.scales[index], weight.scales[index], total, out, m, n, first, blocks,
+            index > 0, index == last, _TILE, BAND,
+            num_warps=4, num_stages=_STAGES, enable_fp_fusion=False,
+        )  # fmt: skip
+        first += blocks
     return out
 
 
 @triton.jit
-def _add_half(GRAD, made, row, column, n, k):
+def _add_part(GRAD, made, row, column, n, k):
     inside = (row < n)[:, None] & (column < k)[None, :]
     place = GRAD + row[:, None].to(tl.int64) * k + column[None, :]
     tl.store(place, tl.load(place, mask=inside, other=0.0) + made, mask=inside)
@@ -387,11 +399,14 @@ def _wgrad_kernel(
         dy_scale = tl.load(DY_SCALE + row % n)
         x_scale = tl.load(X_SCALE + column % k)
         made = scaled(sums, dy_scale[:, None], x_scale[None, :])
-        halves = tl.trans(tl.reshape(made, [TILE, 2, TILE // 2]), 0, 2, 1)
-        left, right = tl.split(halves)
-        half = first_column + tl.arange(0, TILE // 2)
-        _add_half(GRAD, left, row, half, n, k)
-        _add_half(GRAD, right, row, half + TILE // 2, n, k)
+        left, right = _halves(made)
+        a, b = _halves(left)
+        c, d = _halves(right)
+        part = first_column + tl.arange(0, TILE // 4)
+        _add_part(GRAD, a, row, part, n, k)
+        _add_part(GRAD, b, row, part + TILE // 4, n, k)
+        _add_part(GRAD, c, row, part + TILE // 2, n, k)
+        _add_part(GRAD, d, row, part + TILE // 4 * 3, n, k)
 
 
 def wgrad(dy: Int8Rows, x: Int8Rows, grad: torch.Tensor) -> None:
