@@ -79,10 +79,10 @@ def test_wgrad_of_tokens_of_all_sizes_is_nearer_than_e4m3() -> None:
 def test_balance_knows_no_size_of_a_token(shift: int) -> None:
     """dY 2^-k and X 2^k of a token have the same product, and give the same bits."""
     dy, x = operands()
-    moved = [dy.clone(), x.clone()]
-    moved[0][7] *= 2.0**-shift
-    moved[1][7] *= 2.0**shift
-    assert torch.equal(weight_gradient(dy, x), weight_gradient(*moved))
+    moved_dy, moved_x = dy.clone(), x.clone()
+    moved_dy[7] *= 2.0**-shift
+    moved_x[7] *= 2.0**shift
+    assert torch.equal(weight_gradient(dy, x), weight_gradient(moved_dy, moved_x))
 
 
 def test_balanced_sides_are_equally_large() -> None:
