@@ -21,7 +21,7 @@ from isobit.rollout.requests import Request
 from isobit.util.errors import NonFiniteError
 from tests.tiny import tiny_model
 
-TINY = tiny_model(vocab_size=96)
+TINY = tiny_model(vocab_size=96, num_layers=2)
 TIGHT: dict[str, Any] = {"kv_pages": 4, "max_batched_tokens": 37}
 """Room for one sequence and a bit: prompts come in chunks, samples lose their pages."""
 
