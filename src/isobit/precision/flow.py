@@ -312,8 +312,7 @@ def _build_graph(config: PrecisionConfig, shape: DecoderShape, side: Side) -> Gr
     return Graph(tuple(sites), base)
 
 
-_BACKWARD: Mapping[str, Format] = {"fp8": "e4m3", "int8": "int8", "bf16": "bf16"}
-_ATTENTION: Mapping[str, Format] = {"fp8": "e4m3", "int8": "int8", "bf16": "bf16"}
+_NAMED: Mapping[str, Format] = {"fp8": "e4m3", "int8": "int8", "bf16": "bf16"}
 
 
 def _formats_of(config: PrecisionConfig, side: Side) -> tuple[Format, Format]:
@@ -321,7 +320,7 @@ def _formats_of(config: PrecisionConfig, side: Side) -> tuple[Format, Format]:
     linears, attention = _PRESETS[config.preset][side]
     if config.attention is None or linears not in EIGHT_BITS:
         return linears, attention
-    return linears, _ATTENTION[config.attention]
+    return linears, _NAMED[config.attention]
 
 
 def _linear_site(config: PrecisionConfig, name: str, linear: LinearShape, format: Format) -> Site:
@@ -334,15 +333,15 @@ def _linear_site(config: PrecisionConfig, name: str, linear: LinearShape, format
 def _backward_formats(
     config: PrecisionConfig, linear: LinearShape, format: Format
 ) -> tuple[Format, Format]:
-    """The formats of DGrad and WGrad of a linear in 8 bits.  Experts have no backward in INT8, and
-    DGrad no sums of more than ``INT8_SUMMANDS``.
+    """The formats of DGrad and WGrad of a linear in 8 bits; DGrad in INT8 has no sums of more than
+    ``INT8_SUMMANDS``.
     """
     if format == "e4m3":
-        return "e4m3", _BACKWARD[config.wgrad or "fp8"]
+        return "e4m3", _NAMED[config.wgrad or "fp8"]
     dgrad, wgrad = config.dgrad or "fp8", config.wgrad or "bf16"
     if max(linear.rows) > INT8_SUMMANDS:
         dgrad = "fp8"
-    return _BACKWARD[dgrad], _BACKWARD[wgrad]
+    return _NAMED[dgrad], _NAMED[wgrad]
 
 
 def _head_format(config: PrecisionConfig, side: Side, base: Format) -> Format:

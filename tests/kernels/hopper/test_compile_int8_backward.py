@@ -10,9 +10,9 @@ from tests.kernels.hopper.ahead_of_time import compile_for_hopper
 
 TYPES = {
     **dict.fromkeys(("VALUES", "MADE"), "*i8"),
-    **dict.fromkeys(("SCALES", "OUT_SCALES", "FACTORS", "TOTAL", "GRAD"), "*fp32"),
-    **dict.fromkeys(("DY_SCALE", "W_SCALE", "X_SCALE"), "*fp32"),
-    **dict.fromkeys(("m", "n", "k", "first", "blocks", "tokens", "out_row"), "i32"),
+    **dict.fromkeys(("SCALES", "OUT_SCALES", "FACTORS", "TOTAL"), "*fp32"),
+    **dict.fromkeys(("LEFT_SCALE", "RIGHT_SCALE"), "*fp32"),
+    **dict.fromkeys(("m", "n", "first", "blocks", "tokens", "out_row"), "i32"),
     "AMAX": "*i32",
     "X": "*bf16",
 }
@@ -39,22 +39,15 @@ def test_columns() -> None:
         assert made.programs >= 2
 
 
-@pytest.mark.parametrize(("adds", "ends"), [(False, True), (False, False), (True, True)])
-def test_dgrad(adds: bool, ends: bool) -> None:
-    types = {"DY": TILE, "W": TILE, "OUT": "*bf16"}
+@pytest.mark.parametrize(
+    ("adds", "ends"), [(False, True), (False, False), (True, True), (True, False)]
+)
+def test_products(adds: bool, ends: bool) -> None:
+    """All that DGrad asks for; what WGrad does is the last."""
+    types = {"LEFT": TILE, "RIGHT": TILE, "OUT": "*bf16"}
     constants = {"ADDS": adds, "ENDS": ends, "TILE": 128, "BAND": 16}
     made = compile_for_hopper(
-        int8_backward._dgrad_kernel, TYPES | types, constants, 4, num_stages=3, multiples="nk"
+        int8_backward._product_kernel, TYPES | types, constants, 4, num_stages=3, multiples="n"
     )
-    assert "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8" in made.ptx
-    assert made.programs == 2
-
-
-def test_wgrad() -> None:
-    types = {"DY": TILE, "X": TILE}
-    made = compile_for_hopper(
-        int8_backward._wgrad_kernel, TYPES | types, {"TILE": 128, "BAND": 16}, 4,
-        num_stages=3, multiples="nk",
-    )  # fmt: skip
     assert "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8" in made.ptx
     assert made.programs == 2

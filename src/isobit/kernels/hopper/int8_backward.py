@@ -11,9 +11,9 @@ read.  So W^T and WGrad's operands are made in two passes, the first of which le
 number of each row by ``atomic_max`` of its bits: a maximum has no order.
 
 Parts begin at whole blocks of 128 columns, with zeros behind short ones, and dY^T and X^T have
-zeros up to a whole block of tokens.  Both products are persistent programs, as those of ``int8``,
-which add to FP32 in memory: DGrad's, a launch for each part, to what the parts before have left,
-and WGrad's to the gradient.  They do so a quarter of a tile at a time, which the registers and the
+zeros up to a whole block of tokens.  One kernel of persistent programs makes both products and adds
+them to FP32 in memory: DGrad's, a launch for each part, to what the parts before have left, and
+WGrad's to the gradient.  It does so a quarter of a tile at a time, which the registers and the
 shared memory of two programs hold.  (A kernel that went through the parts in a loop around the loop
 over blocks had wrong sums on a card with Triton 3.6, and right ones in its interpreter.)
 """
@@ -23,7 +23,6 @@ over blocks had wrong sums on a card with Triton 3.6, and right ones in its inte
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 import triton
@@ -174,12 +173,9 @@ def transposed_parts(weight: Int8Rows, parts: tuple[int, ...]) -> Int8Parts:
     made = torch.empty((k, BLOCK * sum(blocks)), dtype=torch.int8, device=device)
     scales = torch.empty((len(parts), k), dtype=torch.float32, device=device)
     amax = torch.zeros((len(parts), k), dtype=torch.int32, device=device)
-    firsts = accumulate(parts, initial=0), accumulate(blocks, initial=0)
-    for index, (first, first_block) in enumerate(zip(*firsts, strict=True)):
-        if first == n:
-            break
-        part, own = parts[index], weight.rows(first, first + parts[index])
-        grid = num_blocks(k), blocks[index]
+    first, first_block = 0, 0
+    for index, (part, count) in enumerate(zip(parts, blocks, strict=True)):
+        own, grid = weight.rows(first, first + part), (num_blocks(k), count)
         over_k, over_rows = levels(k), levels(part)
         _turned_amax_kernel[grid](
             own.values, own.scales, amax[index], part, k, over_k, over_rows,
@@ -189,6 +185,7 @@ def transposed_parts(weight: Int8Rows, parts: tuple[int, ...]) -> Int8Parts:
             own.values, own.scales, amax[index], made[:, BLOCK * first_block :], scales[index],
             made.stride(0), part, k, over_k, over_rows, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
+        first, first_block = first + part, first_block + count
     return Int8Parts(made, scales, parts)
 
 
@@ -314,14 +311,14 @@ def _end_part(TOTAL, OUT, made, row, column, m, n, ADDS: tl.constexpr, ENDS: tl.
         tl.store(TOTAL + place, made, mask=inside)
 
 
-@triton.jit(do_not_specialize=["m", "first"])
-def _dgrad_kernel(
-    DY, W, DY_SCALE, W_SCALE, TOTAL, OUT, m, n, first, blocks,
+@triton.jit(do_not_specialize=["m", "first", "blocks"])
+def _product_kernel(
+    LEFT, RIGHT, LEFT_SCALE, RIGHT_SCALE, TOTAL, OUT, m, n, first, blocks,
     ADDS: tl.constexpr, ENDS: tl.constexpr, TILE: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """The product of one part, so many blocks from ``first`` on, of descriptors of DY [m, ..] and
-    W [n, ..].  It is added to TOTAL, FP32 [m, n], unless the part is the first, and goes to OUT,
-    BF16 [m, n], if it is the last.
+    """The product of so many blocks from ``first`` on, of descriptors of LEFT [m, ..] and RIGHT [n,
+    ..].  If it ADDS, TOTAL, FP32 [m, n], is added to it; if it ENDS, it goes to OUT, BF16 [m, n],
+    and else to TOTAL.
     """
     tiles_m = tl.cdiv(m, TILE)
     tiles_n = tl.cdiv(n, TILE)
@@ -330,14 +327,14 @@ def _dgrad_kernel(
         first_row, first_column = tile_row * TILE, tile_column * TILE
         sums = tl.zeros([TILE, TILE], tl.int32)
         for block in range(0, blocks):
-            a = DY.load([first_row, (first + block) * 128])
-            b = W.load([first_column, (first + block) * 128])
+            a = LEFT.load([first_row, (first + block) * 128])
+            b = RIGHT.load([first_column, (first + block) * 128])
             sums = tl.dot(a, b.T, sums, out_dtype=tl.int32)
         row = first_row + tl.arange(0, TILE)
         column = first_column + tl.arange(0, TILE)
-        dy_scale = tl.load(DY_SCALE + row % m)
-        w_scale = tl.load(W_SCALE + column % n)
-        made = scaled(sums, dy_scale[:, None], w_scale[None, :])
+        row_scale = tl.load(LEFT_SCALE + row % m)
+        column_scale = tl.load(RIGHT_SCALE + column % n)
+        made = scaled(sums, row_scale[:, None], column_scale[None, :])
         left, right = _halves(made)
         a, b = _halves(left)
         c, d = _halves(right)
@@ -348,65 +345,48 @@ def _dgrad_kernel(
         _end_part(TOTAL, OUT, d, row, part + TILE // 4 * 3, m, n, ADDS, ENDS)
 
 
+def _tiles_of(values: torch.Tensor) -> TensorDescriptor:
+    rows, depth = values.shape
+    return TensorDescriptor(values, [rows, depth], [depth, 1], [_TILE, BLOCK])
+
+
+def _multiply(
+    left: TensorDescriptor,
+    right: TensorDescriptor,
+    left_scale: torch.Tensor,
+    right_scale: torch.Tensor,
+    total: torch.Tensor | None,
+    out: torch.Tensor | None,
+    first: int,
+    blocks: int,
+    adds: bool,
+) -> None:
+    """``_product_kernel`` over so many blocks from ``first`` on; without ``out`` to ``total``."""
+    m, n = len(left_scale), len(right_scale)
+    tiles = triton.cdiv(m, _TILE) * triton.cdiv(n, _TILE)
+    _product_kernel[(min(2 * PROGRAMS, tiles),)](
+        left, right, left_scale, right_scale, total, out, m, n, first, blocks,
+        adds, out is not None, _TILE, BAND,
+        num_warps=4, num_stages=_STAGES, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
 def dgrad(dy: Int8Parts, weight: Int8Parts) -> torch.Tensor:
     """dY [T, ..] and W^T [K, ..], of the same parts in whole blocks -> dX BF16 [T, K]."""
-    (m, depth), n = dy.values.shape, len(weight.values)
+    shape, device = (len(dy.values), len(weight.values)), dy.values.device
     assert dy.parts == weight.parts
-    out = torch.empty((m, n), dtype=torch.bfloat16, device=dy.values.device)
-    if not m:
+    out = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    if not shape[0]:
         return out
-    last = len(dy.parts) - 1
-    total = torch.empty((m, n), dtype=torch.float32, device=out.device) if last else None
-    tiles, first = triton.cdiv(m, _TILE) * triton.cdiv(n, _TILE), 0
-    left = TensorDescriptor(dy.values, [m, depth], [depth, 1], [_TILE, BLOCK])
-    right = TensorDescriptor(weight.values, [n, depth], [depth, 1], [_TILE, BLOCK])
+    last, first = len(dy.parts) - 1, 0
+    total = torch.empty(shape, dtype=torch.float32, device=device) if last else None
+    left, right = _tiles_of(dy.values), _tiles_of(weight.values)
     for index, blocks in enumerate(map(num_blocks, dy.parts)):
-        _dgrad_kernel[(min(2 * PROGRAMS, tiles),)](
-            left, right, dy.scales[index], weight.scales[index], total, out, m, n, first, blocks,
-            index > 0, index == last, _TILE, BAND,
-            num_warps=4, num_stages=_STAGES, enable_fp_fusion=False,
-        )  # fmt: skip
+        to = out if index == last else None
+        scales = dy.scales[index], weight.scales[index]
+        _multiply(left, right, *scales, total, to, first, blocks, adds=index > 0)
         first += blocks
     return out
-
-
-@triton.jit
-def _add_part(GRAD, made, row, column, n, k):
-    inside = (row < n)[:, None] & (column < k)[None, :]
-    place = GRAD + row[:, None].to(tl.int64) * k + column[None, :]
-    tl.store(place, tl.load(place, mask=inside, other=0.0) + made, mask=inside)
-
-
-@triton.jit(do_not_specialize=["blocks"])
-def _wgrad_kernel(
-    DY, X, DY_SCALE, X_SCALE, GRAD, n, k, blocks, TILE: tl.constexpr, BAND: tl.constexpr
-):
-    """GRAD FP32 [n, k] += the product of descriptors of DY [n, ..] and X [k, ..], over so many
-    blocks of tokens.
-    """
-    tiles_m = tl.cdiv(n, TILE)
-    tiles_n = tl.cdiv(k, TILE)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        tile_row, tile_column = _tile(tile, tiles_m, tiles_n, BAND)
-        first_row, first_column = tile_row * TILE, tile_column * TILE
-        sums = tl.zeros([TILE, TILE], tl.int32)
-        for block in range(0, blocks):
-            a = DY.load([first_row, block * 128])
-            b = X.load([first_column, block * 128])
-            sums = tl.dot(a, b.T, sums, out_dtype=tl.int32)
-        row = first_row + tl.arange(0, TILE)
-        column = first_column + tl.arange(0, TILE)
-        dy_scale = tl.load(DY_SCALE + row % n)
-        x_scale = tl.load(X_SCALE + column % k)
-        made = scaled(sums, dy_scale[:, None], x_scale[None, :])
-        left, right = _halves(made)
-        a, b = _halves(left)
-        c, d = _halves(right)
-        part = first_column + tl.arange(0, TILE // 4)
-        _add_part(GRAD, a, row, part, n, k)
-        _add_part(GRAD, b, row, part + TILE // 4, n, k)
-        _add_part(GRAD, c, row, part + TILE // 2, n, k)
-        _add_part(GRAD, d, row, part + TILE // 4 * 3, n, k)
 
 
 def wgrad(dy: Int8Rows, x: Int8Rows, grad: torch.Tensor) -> None:
@@ -415,10 +395,5 @@ def wgrad(dy: Int8Rows, x: Int8Rows, grad: torch.Tensor) -> None:
     assert grad.shape == (n, k)
     assert grad.dtype == torch.float32
     assert grad.is_contiguous()
-    tiles = triton.cdiv(n, _TILE) * triton.cdiv(k, _TILE)
-    _wgrad_kernel[(min(2 * PROGRAMS, tiles),)](
-        TensorDescriptor(dy.values, [n, tokens], [tokens, 1], [_TILE, BLOCK]),
-        TensorDescriptor(x.values, [k, tokens], [tokens, 1], [_TILE, BLOCK]),
-        dy.scales, x.scales, grad, n, k, tokens // BLOCK, _TILE, BAND,
-        num_warps=4, num_stages=_STAGES, enable_fp_fusion=False,
-    )  # fmt: skip
+    left, right = _tiles_of(dy.values), _tiles_of(x.values)
+    _multiply(left, right, dy.scales, x.scales, grad, None, 0, tokens // BLOCK, adds=True)
