@@ -342,8 +342,8 @@ def test_other_servers_are_refused_by_what_they_differ_in(two: list[str]) -> Non
 
     refused("another precision flow: is .*bf16", two[0], policy=policy_of("bf16"))
     refused(
-        "another model: num_layers is 1, and the run's 2", two[0],
-        policy=random_policy(replace(TINY, num_layers=2), "fp8", 0),
+        "another model: num_layers is 2, and the run's 3", two[0],
+        policy=random_policy(replace(TINY, num_layers=3), "fp8", 0),
     )  # fmt: skip
     refused("none of rollout.servers answers .*refused", "http://127.0.0.1:9")
     with served(key="secret") as server:
