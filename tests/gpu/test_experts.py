@@ -35,9 +35,10 @@ from isobit.kernels.operands import (
 from isobit.kernels.spec import experts as routing_specification
 from isobit.kernels.spec import experts as specification
 from isobit.kernels.spec import linear as dense_specification
+from isobit.kernels.spec.experts import one_expert
 from isobit.kernels.spec.quantise import publish as publish_on_cpu
 from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import Format, QuantTensor, ScaleKind
+from isobit.precision.quant_tensor import Format, ScaleKind
 from isobit.proof.cases import plain_swiglu
 from tests.gpu.operands import DEEP_GEMM_AND_TRITON
 from tests.kernels.comparison import relative_error
@@ -57,7 +58,7 @@ QWEN3 = Sizes(2048, 128, 8, 768)
 SMALL = Sizes(512, 16, 4, 256)
 ODD = Sizes(320, 6, 3, 80)  # blocks along both are short
 LAYERS = {"qwen3-30b-a3b": QWEN3, "small": SMALL, "odd": ODD}
-FORMATS: list[Format] = ["e4m3", "bf16"]
+FORMATS: list[Format] = ["e4m3", "int8", "bf16"]
 
 
 def drawn(seed: int, *shape: int) -> torch.Tensor:
@@ -112,37 +113,26 @@ def to_cpu(routing: Routing) -> Routing:
     return Routing(routing.experts.cpu(), routing.weights.cpu(), routing.logits.cpu())
 
 
-def one_expert(weight: LinearWeight, index: int, count: int) -> LinearWeight:
-    """Expert ``index``'s matrix as a weight of its own."""
-    matrix, parts = weight.matrix, len(weight.site.parts) // count
-    own = replace(weight.site, parts=weight.site.parts[:parts])
-    if isinstance(matrix, torch.Tensor):
-        return LinearWeight(own, matrix.view(count, -1, matrix.shape[1])[index])
-    assert isinstance(matrix, QuantTensor)
-    values, scales = (x.view(count, -1, x.shape[1])[index] for x in (matrix.values, matrix.scales))
-    return LinearWeight(own, QuantTensor(values, scales, "128x128", own.parts))
-
-
 @pytest.mark.parametrize("kind", ["power_of_two", "fp32"])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_every_layout_and_library_gives_the_bits_of_a_dense_call_an_expert(
     layer: str, format: Format, kind: ScaleKind
 ) -> None:
-    if format == "bf16" and kind == "fp32":
-        pytest.skip("BF16 has no scales")
+    if format != "e4m3" and kind == "fp32":
+        pytest.skip("the scales of INT8 are FP32, and BF16 has none")
     sizes = LAYERS[layer]
     made, tokens = make(sizes, format, kind), 200
     routing, x = routed(sizes, tokens), drawn(4, tokens, sizes.hidden).bfloat16()
     read = linear_input(x, made.gate_up.site).read
     expected = []
     for index in range(sizes.count):
-        inner = linear(read, one_expert(made.gate_up, index, sizes.count))
-        one = one_expert(made.down, index, sizes.count)
+        inner = linear(read, one_expert(made.gate_up, index, sizes.count)[0])
+        one, _ = one_expert(made.down, index, sizes.count)
         expected.append((inner, linear(swiglu_input(inner, one.site).read, one)))
     chosen, token = routing.experts.long(), torch.arange(tokens, device="cuda")[:, None]
     inner, outer = (torch.stack(each)[chosen, token] for each in zip(*expected, strict=True))
-    scales = kind if format == "e4m3" else None
+    scales = kind if format == "e4m3" else "int8" if format == "int8" else None
     matrices = [ExpertMatrices.of(w, sizes.count) for w in (made.gate_up, made.down)]
     suits = all(m.suits_deep_gemm for m in matrices)
     for height in (None, 256):
@@ -319,14 +309,14 @@ def backward(
 
 
 @pytest.mark.parametrize("kind", ["power_of_two", "fp32"])
-@pytest.mark.parametrize("wgrad", ["e4m3", "bf16"])
+@pytest.mark.parametrize("wgrad", ["e4m3", "int8", "bf16"])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("layer", ["small", "odd"])
 def test_gradients_are_as_close_to_autograd_as_the_specifications(
     layer: str, format: Format, wgrad: Format, kind: ScaleKind
 ) -> None:
-    if format == "bf16" and (wgrad, kind) != ("bf16", "power_of_two"):
-        pytest.skip("BF16 has one form")
+    if wgrad not in (format, "bf16") or (format != "e4m3" and kind == "fp32"):
+        pytest.skip("no flow has it")
     sizes, tokens = LAYERS[layer], 300
     made, routing = make(sizes, format, kind), routed(sizes, tokens)
     made = Layer(

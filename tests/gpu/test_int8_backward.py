@@ -10,8 +10,9 @@ from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import int8_backward as specification
 from isobit.kernels.spec import linear as linear_specification
 from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import Int8Parts, Int8Rows, block_sizes
+from isobit.precision.quant_tensor import Int8Parts, Int8Rows
 from tests.kernels.comparison import bits
+from tests.kernels.int8_backward import assert_same_parts, check_experts, gradients, of_host
 
 CASES = [
     ((256, 128, 72), 80, 5),
@@ -24,26 +25,6 @@ CASES = [
     ((64,), 64, 1),
 ]
 """Rows of the parts, columns and tokens."""
-
-
-def numbers(rows: int, columns: int) -> torch.Tensor:
-    """BF16 rows of sizes over many powers of ten, one of them zero."""
-    x = (torch.randn(rows, columns) * torch.exp(3 * torch.randn(rows, 1))).bfloat16()
-    x[rows // 2] = 0.0
-    return x
-
-
-def of_host(matrix: Int8Rows) -> Int8Rows:
-    return Int8Rows(matrix.values.cpu(), matrix.scales.cpu())
-
-
-def assert_same_parts(ours: Int8Parts, theirs: Int8Parts) -> None:
-    """The same, but for zeros behind short blocks."""
-    assert torch.equal(bits(ours.scales), bits(theirs.scales))
-    blocks = theirs.values.split(block_sizes(theirs.parts), 1)
-    for block, whole in zip(blocks, ours.values.cpu().split(128, 1), strict=True):
-        assert torch.equal(whole[:, : block.shape[1]], block)
-        assert not whole[:, block.shape[1] :].any()
 
 
 def assert_equal(ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -59,7 +40,7 @@ def test_the_specifications_bits(
     torch.manual_seed(0)
     site = Site("w", "linear", "int8", dgrad="int8", wgrad="int8", parts=parts)
     master = torch.randn(sum(parts), columns) * torch.exp(torch.randn(sum(parts), 1))
-    x, dy = numbers(tokens, columns), numbers(tokens, sum(parts)) * 1e-5
+    x, dy = gradients(tokens, columns), gradients(tokens, sum(parts)) * 1e-5
     if spoilt is not None:
         dy[0, 1] = x[1 % tokens, 0] = master[2, 3] = spoilt
     matrix = publish(site, master.cuda())
@@ -88,3 +69,13 @@ def test_the_specifications_bits(
     assert_equal(ours, grad)
     again = output_gradient(dy.cuda(), site)
     assert_equal(dgrad(again.rows, weight), dgrad(made.rows, weight).cpu())
+
+
+@pytest.mark.parametrize(
+    ("parts", "columns", "tokens"), [((768, 768), 2048, 700), ((320,), 80, 150), ((40, 24), 80, 9)]
+)
+def test_experts_have_the_products_of_their_own_linears(
+    parts: tuple[int, ...], columns: int, tokens: int
+) -> None:
+    torch.manual_seed(0)
+    check_experts(parts, columns, tokens, torch.device("cuda"))

@@ -15,6 +15,7 @@ from isobit.precision.flow import (
     describe_flow,
     graph_differences,
 )
+from isobit.precision.quant_tensor import INT8_SUMMANDS
 from isobit.util.errors import ConfigError
 from tests.sites import shape_of_layers
 
@@ -85,13 +86,26 @@ def test_attention_in_8_bits_needs_linears_in_8_bits() -> None:
 
 
 def test_backward_formats() -> None:
-    def formats(**options: Any) -> tuple[str | None, ...]:
-        flow = build_flow(PrecisionConfig(preset="fp8", **options), make_shape())
+    def formats(preset: Preset = "fp8", **options: Any) -> tuple[str | None, ...]:
+        flow = build_flow(PrecisionConfig(preset=preset, **options), make_shape())
         site = flow.training.linear(0, "qkv_proj")
         return site.forward, site.dgrad, site.wgrad, site.scales
 
     assert formats() == ("e4m3", "e4m3", "e4m3", "power_of_two")
     assert formats(wgrad="bf16", scales="fp32") == ("e4m3", "e4m3", "bf16", "fp32")
+    assert formats("int8")[:3] == ("int8", "e4m3", "bf16")
+    assert formats("int8", dgrad="int8", wgrad="int8")[:3] == ("int8", "int8", "int8")
+    for options in ({"dgrad": "int8"}, {"wgrad": "int8"}):
+        with pytest.raises(ConfigError, match="in the preset 'fp8' no linear is in INT8"):
+            formats(**options)
+
+
+def test_wgrad_in_int8_has_no_sums_that_an_int32_does_not_hold() -> None:
+    config = PrecisionConfig(preset="int8", wgrad="int8")
+    site = build_flow(config, make_shape()).training.linear(0, "qkv_proj")
+    assert site.wgrad_of(INT8_SUMMANDS) == "int8"
+    assert site.wgrad_of(INT8_SUMMANDS + 1) == "bf16"
+    assert INT8_SUMMANDS * 127**2 < 2**31 <= (INT8_SUMMANDS + 1) * 127**2
 
 
 def test_layers_kept_in_bf16_have_bf16_kv_and_attention() -> None:

@@ -84,8 +84,10 @@ class Sizes(Protocol):
         """The same as WGrad reads it; ``is_kept``: the input itself stays in any case."""
         ...
 
-    def gradient(self, site: Site, numbers: int) -> int:
-        """An output's gradient as DGrad and WGrad read it, beside the gradient itself."""
+    def gradient(self, site: Site, numbers: int, inputs: int) -> int:
+        """The gradient of an output of ``numbers`` numbers as DGrad and WGrad read it, and what
+        either makes of it and of ``inputs`` numbers beside its result.
+        """
         ...
 
     def transposed(self, site: Site, columns: int) -> int:

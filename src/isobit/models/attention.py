@@ -164,9 +164,10 @@ class Attention:
             made=(read or stream) + encoded + adapter,
             gradients=adapter_gradients
             + stream
-            + 2 * attended
-            + sizes.attention_gradients(shape, format)
-            + 2 * keys,
+            + max(
+                2 * attended + sizes.attention_gradients(shape, format) + 2 * keys,
+                attended + sizes.gradient(qkv_site, sum(qkv_site.parts), config.hidden_size),
+            ),
             once=max(
                 sizes.transposed(site, linear.shape.in_features)
                 for site, linear in ((qkv_site, self._qkv), (out_site, self._out))

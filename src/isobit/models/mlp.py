@@ -233,7 +233,7 @@ class Mlp:
             made=(read or stream) + gate_up + (activation or a * width) + down_adapter,
             gradients=self._gate_up.adapter_bytes(graph, backward=True)
             + a * width
-            + sizes.gradient(gate_up_site, 2 * width)
+            + sizes.gradient(gate_up_site, 2 * width, self._hidden)
             + 2 * stream,
             once=max(
                 sizes.transposed(site, linear.shape.in_features)

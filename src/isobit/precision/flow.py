@@ -108,6 +108,12 @@ class Site:
         """What must be the same on both sides."""
         return self.name, self.forward, self.scales, self.per_tensor
 
+    def wgrad_of(self, tokens: int) -> Format | None:
+        """The format of WGrad of a micro-batch of so many tokens: INT8 has no sums of more than
+        ``INT8_SUMMANDS``, beyond which it is BF16.
+        """
+        return "bf16" if self.wgrad == "int8" and tokens > INT8_SUMMANDS else self.wgrad
+
 
 @dataclass(frozen=True, slots=True)
 class Graph:
@@ -233,7 +239,7 @@ def _check_options(config: PrecisionConfig, shape: DecoderShape) -> None:
             "linears in 8 bits; take one that has, or leave the key out"
         )
     _check_kv_scales(config)
-    _check_backward(config, shape)
+    _check_backward(config)
     known = {name for site in shape.sites if site.linear is not None for name in site.aliases}
     for module in config.modules_bf16:
         if module not in known:
@@ -245,7 +251,7 @@ def _check_options(config: PrecisionConfig, shape: DecoderShape) -> None:
             )
 
 
-def _check_backward(config: PrecisionConfig, shape: DecoderShape) -> None:
+def _check_backward(config: PrecisionConfig) -> None:
     keys = {"dgrad": config.dgrad, "wgrad": config.wgrad if config.wgrad == "int8" else None}
     for key, value in keys.items():
         if value is None:
@@ -255,11 +261,6 @@ def _check_backward(config: PrecisionConfig, shape: DecoderShape) -> None:
             raise ConfigError(
                 f'precision.{key} is "{value}", but in the preset {config.preset!r} no linear is '
                 f"in INT8; take one of {fitting}, or leave the key out"
-            )
-        if value == "int8" and any(linear.experts > 1 for linear in shape.linears):
-            raise ConfigError(
-                f'precision.{key} is "int8", but experts have no backward in INT8; leave the key '
-                "out"
             )
 
 

@@ -12,27 +12,9 @@ from isobit.kernels.spec import int8_backward as specification
 from isobit.kernels.spec import linear as linear_specification
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Int8Parts, Int8Rows, block_sizes
+from tests.kernels.comparison import bits
 from tests.kernels.hopper.interpreted_qkv import convert
-
-
-def gradients(tokens: int, columns: int) -> torch.Tensor:
-    """BF16 rows of sizes that differ by powers of ten, one of them zero."""
-    x = torch.randn(tokens, columns) * torch.exp(4 * torch.randn(tokens, 1))
-    x[tokens // 2] = 0.0
-    return x.bfloat16()
-
-
-def same_bits(ours: torch.Tensor, exact: torch.Tensor) -> bool:
-    return torch.equal(ours.view(torch.int32), exact.view(torch.int32))
-
-
-def assert_same_parts(ours: Int8Parts, exact: Int8Parts) -> None:
-    """The same, but for zeros behind each part."""
-    assert same_bits(ours.scales, exact.scales)
-    blocks = exact.values.split(block_sizes(exact.parts), 1)
-    for block, whole in zip(blocks, ours.values.split(128, 1), strict=True):
-        assert torch.equal(whole[:, : block.shape[1]], block)
-        assert not whole[:, block.shape[1] :].any()
+from tests.kernels.int8_backward import assert_same_parts, check_experts, gradients
 
 
 def in_whole_blocks(weight: Int8Parts) -> Int8Parts:
@@ -63,12 +45,10 @@ def check(parts: tuple[int, ...], columns: int, tokens: int, spoilt: float | Non
     for ours, theirs in zip(
         int8_backward.balanced_rows(made.tokens, x), specification.balanced_rows(dy, x), strict=True
     ):
-        assert same_bits(ours.scales, theirs.scales)
+        assert torch.equal(bits(ours.scales), bits(theirs.scales))
         assert torch.equal(ours.values[:, :tokens], theirs.values)
         assert not ours.values[:, tokens:].any()
-    # W^T is made by a kernel of Gluon, which is not interpreted.
-    turned = in_whole_blocks(specification.transposed_parts(matrix, parts))
-    d_x = int8_backward.dgrad(made.rows, turned)
+    d_x = int8_backward.dgrad(made.rows, turned(matrix, parts))
     torch.testing.assert_close(
         d_x, linear_specification.dgrad(exact.rows, weight), rtol=0, atol=0, equal_nan=True
     )
@@ -79,6 +59,19 @@ def check(parts: tuple[int, ...], columns: int, tokens: int, spoilt: float | Non
     torch.testing.assert_close(grad, theirs, rtol=0, atol=0, equal_nan=True)
 
 
+def turned(matrix: Int8Rows, parts: tuple[int, ...], experts: int = 1) -> Int8Parts:
+    """In place of the kernel of Gluon, which is not interpreted."""
+    rows = sum(parts)
+    made = [
+        in_whole_blocks(
+            specification.transposed_parts(matrix.rows(rows * i, rows * (i + 1)), parts)
+        )
+        for i in range(experts)
+    ]
+    values = torch.cat([one.values for one in made])
+    return Int8Parts(values, torch.cat([one.scales for one in made], 1), parts)
+
+
 def main() -> None:
     interpreter._convert_float = convert
     torch.manual_seed(0)
@@ -87,3 +80,5 @@ def main() -> None:
     check((256, 128), 150, 130)
     for spoilt in (torch.nan, torch.inf):
         check((40, 24), 80, 5, spoilt)
+    int8_backward.transposed_parts = turned
+    check_experts((40, 24), 80, 150, torch.device("cpu"))

@@ -12,8 +12,8 @@ TYPES = {
     **dict.fromkeys(("VALUES", "MADE"), "*i8"),
     **dict.fromkeys(("SCALES", "OUT_SCALES", "FACTORS", "TOTAL"), "*fp32"),
     **dict.fromkeys(("LEFT_SCALE", "RIGHT_SCALE"), "*fp32"),
-    **dict.fromkeys(("m", "n", "first", "blocks", "tokens", "out_row"), "i32"),
-    "AMAX": "*i32",
+    **dict.fromkeys(("m", "n", "first", "blocks", "tiles", "tokens", "rows", "out_row"), "i32"),
+    **dict.fromkeys(("AMAX", "EXPERTS", "STARTS"), "*i32"),
     "X": "*bf16",
 }
 TILE = "tensordesc<i8[128, 128]>"
@@ -31,21 +31,31 @@ def test_a_turned_matrix(name: str) -> None:
     assert "shfl" not in made.ptx  # both transforms stay in a thread
 
 
-def test_columns() -> None:
-    constants = {"C": 4096, "ROW": 4096}
-    for kernel in (int8_backward._column_amax_kernel, int8_backward._columns_kernel):
-        made = compile_for_hopper(kernel, TYPES | {"OUT": "*i8"}, constants, 8, maxima=True)
+@pytest.mark.parametrize("absent", [{"EXPERTS": None}, {}])
+def test_columns(absent: dict[str, None]) -> None:
+    constants = {"C": 4096, "ROW": 4096} | absent
+    kernels = (
+        (int8_backward._column_amax_kernel, {"TOKENS": 1024}), (int8_backward._columns_kernel, {}),
+    )  # fmt: skip
+    for kernel, own in kernels:
+        made = compile_for_hopper(kernel, TYPES | {"OUT": "*i8"}, constants | own, 8, maxima=True)
         assert made.wide_loads
         assert made.programs >= 2
 
 
 @pytest.mark.parametrize(
-    ("adds", "ends"), [(False, True), (False, False), (True, True), (True, False)]
-)
-def test_products(adds: bool, ends: bool) -> None:
-    """All that DGrad asks for; what WGrad does is the last."""
+    ("adds", "ends", "groups"),
+    [
+        (False, True, None), (False, False, None), (True, True, None), (True, False, None),
+        (False, True, "EXPERTS"), (False, False, "EXPERTS"), (True, True, "EXPERTS"),
+        (True, False, "STARTS"),
+    ],
+)  # fmt: skip
+def test_products(adds: bool, ends: bool, groups: str | None) -> None:
+    """All that DGrad asks for, and those of WGrad, which adds and does not end."""
     types = {"LEFT": TILE, "RIGHT": TILE, "OUT": "*bf16"}
-    constants = {"ADDS": adds, "ENDS": ends, "TILE": 128, "BAND": 16}
+    absent = dict.fromkeys({"EXPERTS", "STARTS"} - {groups})
+    constants = {"ADDS": adds, "ENDS": ends, "TILE": 128, "BAND": 16} | absent
     made = compile_for_hopper(
         int8_backward._product_kernel, TYPES | types, constants, 4, num_stages=3, multiples="n"
     )

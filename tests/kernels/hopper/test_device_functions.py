@@ -68,4 +68,4 @@ def test_bytes_of_short_blocks() -> None:
     assert sizes.matrix(site, 576) == 960 * 576 + 4 * 9 * 5
     assert sizes.transposed(site, 576) == 1152 * 576
     assert sizes.read(site, 576) == 576 + 4 * 5
-    assert sizes.gradient(site, 960) == (1152 + 4 * 9) + (960 + 4 * 8)
+    assert sizes.gradient(site, 960, 576) == (1152 + 4 * 9) + (960 + 4 * 8)

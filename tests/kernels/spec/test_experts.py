@@ -2,6 +2,8 @@
 rows that are not finite, and the losses of the router.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from isobit.kernels.spec.experts import route, route_backward
 from isobit.precision.quant_tensor import Format
 from isobit.proof.cases import ROWS
 from isobit.proof.expert_cases import EXPERTS, IDLE, ExpertsCase
+from tests.kernels.comparison import relative_error
 
 FORMATS: list[Format] = ["fp32", "bf16", "e4m3"]
 
@@ -136,3 +139,33 @@ def test_even_routing_has_the_balance_1() -> None:
     balance, z = router_losses(routing, sequence_means((COUNT,)))
     torch.testing.assert_close(balance, torch.ones(1))
     torch.testing.assert_close(z, torch.tensor([COUNT]).log().square())
+
+
+def gradients(backward: Format, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of experts in INT8 whose DGrad and WGrad are in a format."""
+    layer = ExpertsCase.of("int8")
+    weights = [
+        replace(weight, site=replace(weight.site, dgrad=backward, wgrad=backward))
+        for weight in (layer.gate_up, layer.down)
+    ]
+    return replace(layer, gate_up=weights[0], down=weights[1]).backward(dy)
+
+
+def test_a_backward_in_int8_is_nearer_than_one_in_e4m3() -> None:
+    dy = drawn(5, ROWS, 200).bfloat16()
+    exact, int8, e4m3 = (gradients(format, dy) for format in ("bf16", "int8", "e4m3"))
+    for name in ("x", "gate_up", "down"):
+        error = relative_error(int8[name], exact[name])
+        assert error < 0.02
+        assert error < relative_error(e4m3[name], exact[name]) / 2
+
+
+def test_scales_of_an_expert_in_int8_know_no_tokens_of_others() -> None:
+    routing, dy = ExpertsCase.of("int8").routing, drawn(5, ROWS, 200).bfloat16()
+    clean = gradients("int8", dy)
+    for expert in range(IDLE):
+        others = ~(routing.experts == expert).any(1)
+        spoilt = gradients("int8", torch.where(others[:, None], 1024 * dy, dy))
+        for name in ("gate_up", "down"):
+            same = (clean[name] == spoilt[name]).view(EXPERTS, -1).all(1)
+            assert same.nonzero().flatten().tolist() == [expert, *range(IDLE, EXPERTS)]

@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
+from isobit.kernels.hopper import int8_backward
 from isobit.kernels.hopper.dispatch import Dispatch, GroupedRows, combine, gather, make_dispatch
 from isobit.kernels.hopper.gemm import bf16_gemm_nt, deep_gemm_or_triton
 from isobit.kernels.hopper.grouped_gemm import (
@@ -58,7 +59,7 @@ from isobit.kernels.operands import (
     observe,
 )
 from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import BLOCK, ScaleKind
+from isobit.precision.quant_tensor import BLOCK, Int8Parts, Int8Rows, ScaleKind
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false, reportReturnType=false
@@ -204,12 +205,12 @@ def experts_backward(
     d_outputs, d_weights = _weigh(dy, saved.outputs, dispatch, routing.weights)
     d = output_gradient(d_outputs, narrow)
     activation = swiglu_saved(saved.gate_up, narrow)
-    grouped_gemm_tn(d.tokens, activation, grads.down, dispatch, num_experts)
+    grouped_gemm_tn(d.tokens, activation, grads.down, narrow, dispatch)
     d_activation = _dgrad(d.rows, down, dispatch)
     del d_outputs, activation
     d = swiglu_backward(d_activation, saved.gate_up, wide)
     x = input_saved(gather(saved.x, dispatch, pads=True).values, wide)
-    grouped_gemm_tn(d.tokens, x, grads.gate_up, dispatch, num_experts)
+    grouped_gemm_tn(d.tokens, x, grads.gate_up, wide, dispatch)
     del d_activation, x
     return combine(_dgrad(d.rows, gate_up, dispatch), dispatch), d_weights
 
@@ -230,7 +231,12 @@ def _weigh(
 
 def _dgrad(dy: Operand, weight: LinearWeight, dispatch: Dispatch) -> torch.Tensor:
     """dX = dY W of each row's expert, BF16 [rows, K]."""
-    matrices = ExpertMatrices.of(weight, dispatch.counts.shape[0])
+    count = len(dispatch.counts)
+    if isinstance(dy, Int8Parts):
+        assert isinstance(weight.matrix, Int8Rows)
+        turned = int8_backward.transposed_parts(weight.matrix, dy.parts, count)
+        return int8_backward.dgrad(dy, turned, dispatch)
+    matrices = ExpertMatrices.of(weight, count)
     return grouped_gemm_nt(GroupedRows.of(dy), transpose_experts(matrices, weight.site), dispatch)
 
 

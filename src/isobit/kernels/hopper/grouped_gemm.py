@@ -11,7 +11,7 @@ them may therefore depend on anything.
 
 DeepGEMM has one grid of blocks a matrix, so experts whose parts are not whole blocks, and BF16
 sizes that are not whole tiles, go to Triton, and so does INT8.  It has no grouped WGrad: that is
-``isobit.kernels.hopper.linear`` in E4M3, and a kernel here in BF16.
+``isobit.kernels.hopper.linear`` in E4M3, ``int8_backward`` in INT8, and a kernel here in BF16.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -24,9 +24,11 @@ import torch
 import triton
 import triton.language as tl
 
+from isobit.kernels.hopper import int8_backward
 from isobit.kernels.hopper.dispatch import Dispatch, GroupedRows
 from isobit.kernels.hopper.gemm import BackEnd, call_deep_gemm, deep_gemm_or_triton, stages
 from isobit.kernels.hopper.int8 import transposed_e4m3
+from isobit.kernels.hopper.int8_backward import Unbalanced
 from isobit.kernels.hopper.linear import triton_fp8_gemm_tn
 from isobit.kernels.hopper.quantise import QuantRows
 from isobit.kernels.operands import LinearWeight, Operand
@@ -259,7 +261,7 @@ def _grouped_wgrad_kernel(
 
 
 def grouped_gemm_tn(
-    dy: Operand, x: Operand, grad: torch.Tensor, dispatch: Dispatch, num_experts: int
+    dy: Operand, x: Operand, grad: torch.Tensor, site: Site, dispatch: Dispatch
 ) -> None:
     """grad, FP32 [E N, K], contiguous, += dY^T X of each expert's rows, padded with zeros to whole
     groups of 128: dY [rows, N] and X [rows, K] in BF16, or dY^T and X^T in token groups.
@@ -269,9 +271,14 @@ def grouped_gemm_tn(
         assert isinstance(dy, QuantRows)
         triton_fp8_gemm_tn(dy, x, grad, dispatch.starts)
         return
-    assert isinstance(dy, torch.Tensor)
     assert isinstance(x, torch.Tensor)
-    n, k = dy.shape[1], x.shape[1]
+    if site.wgrad_of(len(dispatch.places)) == "int8":
+        sides = int8_backward.balanced_rows(Unbalanced.of(dy), x, dispatch)
+        int8_backward.wgrad(*sides, grad, dispatch)
+        return
+    dy = dy.values if isinstance(dy, Unbalanced) else dy
+    assert isinstance(dy, torch.Tensor)
+    num_experts, n, k = len(dispatch.counts), dy.shape[1], x.shape[1]
     assert grad.shape == (num_experts * n, k)
     grid = (num_experts * num_blocks(n) * num_blocks(k),)
     _grouped_wgrad_kernel[grid](

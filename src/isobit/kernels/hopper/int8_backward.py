@@ -2,7 +2,7 @@
 
     quantise_parts     dY              -> INT8 for DGrad, a scale for each token and part, and the
                                           largest |dY| of each, from one read
-    transposed_parts   W in INT8       -> W^T for DGrad, a layer at a time
+    transposed_parts   W in INT8       -> W^T for DGrad, a layer at a time, of all its experts
     balanced_rows      dY, X           -> dY^T and X^T for WGrad, a scale a row over all tokens
     dgrad, wgrad       the products
 
@@ -16,6 +16,11 @@ them to FP32 in memory: DGrad's, a launch for each part, to what the parts befor
 WGrad's to the gradient.  It does so a quarter of a tile at a time, which the registers and the
 shared memory of two programs hold.  (A kernel that went through the parts in a loop around the loop
 over blocks had wrong sums on a card with Triton 3.6, and right ones in its interpreter.)
+
+Experts have their rows of tokens in whole blocks (``isobit.kernels.hopper.dispatch``), and one
+launch makes a product of all of them: DGrad's tiles read the matrix of the expert whose rows they
+are, WGrad's the blocks of tokens of the expert whose gradient they are.  An expert's columns have
+scales of their own.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -31,6 +36,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from isobit.kernels.hopper.dispatch import Dispatch
 from isobit.kernels.hopper.int8 import BAND, scaled
 from isobit.kernels.hopper.quantise import (
     FLOOR_BITS,
@@ -42,11 +48,12 @@ from isobit.kernels.hopper.quantise import (
     width_of_row,
 )
 from isobit.kernels.hopper.sizes import PROGRAMS
+from isobit.kernels.operands import Operand
 from isobit.precision.quant_tensor import BLOCK, Int8Parts, Int8Rows, num_blocks
 
 _TILE = 128  # rows and columns of a product's tile
 _STAGES = 3
-_TOKENS = tl.constexpr(1024)  # of a program that looks for the largest numbers of columns
+_TOKENS = 1024  # of a program that looks for the largest numbers of columns
 _STRIP = tl.constexpr(128)  # of them that it reads at once
 _FACTORS = tl.constexpr(1024)  # tokens of a program that balances
 _INF_BITS = tl.constexpr(0x7F800000)
@@ -61,6 +68,24 @@ class Unbalanced:
 
     values: torch.Tensor  # BF16 [T, N]
     scales: torch.Tensor  # int32 [parts, T]: the bits of the largest |dY| of each part
+
+    @classmethod
+    def of(cls, dy: Operand) -> "Unbalanced":
+        """dY itself, whose largest numbers are not known where DGrad is not in INT8, or this."""
+        if isinstance(dy, torch.Tensor):
+            return cls(dy, row_amax(dy))
+        assert isinstance(dy, cls)
+        return dy
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side of a product: INT8 values [rows, ..], contracted along the columns, and FP32 scales
+    of the rows; of experts, the scales of each.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
 
 
 def quantise_parts(dy: torch.Tensor, parts: tuple[int, ...]) -> tuple[Int8Parts, torch.Tensor]:
@@ -103,12 +128,15 @@ def _rotated(x, LEVELS: gl.constexpr):
 
 @gluon.jit
 def _turned(
-    VALUES, SCALES, PART: gl.constexpr, K: gl.constexpr, LEVELS: gl.constexpr,
+    VALUES, SCALES, rows, PART: gl.constexpr, K: gl.constexpr, LEVELS: gl.constexpr,
     OVER_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """The program's block of a part [PART, K], FP32 [128 of K, 128 of PART], behind both
-    Hadamard matrices; zeros beyond PART.
+    """The program's block of a part [PART, K] of the program's matrix, of so many rows: FP32 [128
+    of K, 128 of PART], behind both Hadamard matrices; zeros beyond PART.
     """
+    first = gl.program_id(2).to(gl.int64) * rows
+    VALUES += first * K
+    SCALES += first
     n = gl.program_id(1).to(gl.int64) * 128
     k = gl.program_id(0).to(gl.int64) * 128 + gl.arange(0, 128, gl.SliceLayout(0, LOADED))
     row = n + gl.arange(0, 128, gl.SliceLayout(1, LOADED))
@@ -129,22 +157,28 @@ def _turned(
 
 @gluon.jit
 def _turned_amax_kernel(
-    VALUES, SCALES, AMAX, PART: gl.constexpr, K: gl.constexpr, LEVELS: gl.constexpr,
+    VALUES, SCALES, AMAX, rows, PART: gl.constexpr, K: gl.constexpr, LEVELS: gl.constexpr,
     OVER_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """One program a block; AMAX int32 [K], zeros before."""
-    x = _turned(VALUES, SCALES, PART, K, LEVELS, OVER_ROWS)
+    """One program a block of a matrix; AMAX int32 [matrices, K], zeros before."""
+    x = _turned(VALUES, SCALES, rows, PART, K, LEVELS, OVER_ROWS)
     k = gl.program_id(0) * 128 + gl.arange(0, 128, gl.SliceLayout(1, A_ROW))
-    gl.atomic_max(AMAX + k, _amax_bits(x, 1), mask=k < K)
+    gl.atomic_max(AMAX + gl.program_id(2) * K + k, _amax_bits(x, 1), mask=k < K)
 
 
 @gluon.jit
 def _turned_kernel(
-    VALUES, SCALES, AMAX, OUT, OUT_SCALES, out_row, PART: gl.constexpr, K: gl.constexpr,
+    VALUES, SCALES, AMAX, OUT, OUT_SCALES, rows, out_row, PART: gl.constexpr, K: gl.constexpr,
     LEVELS: gl.constexpr, OVER_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """One program a block, to [128 of K, 128] of OUT [K, out_row]; OUT_SCALES FP32 [K]."""
-    x = _turned(VALUES, SCALES, PART, K, LEVELS, OVER_ROWS)
+    """One program a block of a matrix, to [128 of K, 128] of OUT [matrices, K, out_row]; OUT_SCALES
+    FP32 [matrices, K].
+    """
+    x = _turned(VALUES, SCALES, rows, PART, K, LEVELS, OVER_ROWS)
+    first = gl.program_id(2).to(gl.int64) * K
+    AMAX += first
+    OUT += first * out_row
+    OUT_SCALES += first
     k = gl.program_id(0) * 128 + gl.arange(0, 128, gl.SliceLayout(1, A_ROW))
     bits = gl.maximum(gl.load(AMAX + k, mask=k < K, other=0), FLOOR_BITS)
     bad = bits >= _INF_BITS
@@ -165,25 +199,26 @@ def _turned_kernel(
     gl.store(place, made, mask=(row < K)[:, None])
 
 
-def transposed_parts(weight: Int8Rows, parts: tuple[int, ...]) -> Int8Parts:
-    """A published matrix [N, K] of these parts -> W^T [K, whole blocks of all parts]."""
-    (n, k), device = weight.values.shape, weight.values.device
-    assert sum(parts) == n
+def transposed_parts(weight: Int8Rows, parts: tuple[int, ...], experts: int = 1) -> Int8Parts:
+    """Published matrices [E N, K], each of these parts -> W^T [E K, whole blocks of all parts]."""
+    (rows, k), device = weight.values.shape, weight.values.device
+    n = sum(parts)
+    assert experts * n == rows
     blocks = [num_blocks(part) for part in parts]
-    made = torch.empty((k, BLOCK * sum(blocks)), dtype=torch.int8, device=device)
-    scales = torch.empty((len(parts), k), dtype=torch.float32, device=device)
-    amax = torch.zeros((len(parts), k), dtype=torch.int32, device=device)
+    made = torch.empty((experts * k, BLOCK * sum(blocks)), dtype=torch.int8, device=device)
+    scales = torch.empty((len(parts), experts * k), dtype=torch.float32, device=device)
+    amax = torch.zeros((len(parts), experts * k), dtype=torch.int32, device=device)
     first, first_block = 0, 0
     for index, (part, count) in enumerate(zip(parts, blocks, strict=True)):
-        own, grid = weight.rows(first, first + part), (num_blocks(k), count)
+        own, grid = weight.rows(first, rows), (num_blocks(k), count, experts)
         over_k, over_rows = levels(k), levels(part)
         _turned_amax_kernel[grid](
-            own.values, own.scales, amax[index], part, k, over_k, over_rows,
+            own.values, own.scales, amax[index], n, part, k, over_k, over_rows,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         _turned_kernel[grid](
             own.values, own.scales, amax[index], made[:, BLOCK * first_block :], scales[index],
-            made.stride(0), part, k, over_k, over_rows, num_warps=4, enable_fp_fusion=False,
+            n, made.stride(0), part, k, over_k, over_rows, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         first, first_block = first + part, first_block + count
     return Int8Parts(made, scales, parts)
@@ -227,56 +262,83 @@ def _balance_kernel(DY_AMAX, X_AMAX, FACTORS, tokens, PARTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _column_amax_kernel(X, FACTORS, AMAX, tokens, C: tl.constexpr, ROW: tl.constexpr):
-    """One program 128 of the C columns of 1,024 tokens; AMAX int32 [C], zeros before."""
+def _column_amax_kernel(
+    X, FACTORS, EXPERTS, AMAX, tokens, C: tl.constexpr, ROW: tl.constexpr, TOKENS: tl.constexpr
+):
+    """One program 128 of the C columns of TOKENS tokens, with EXPERTS of one expert's; AMAX int32
+    [experts, C], zeros before.
+    """
     column = tl.program_id(0) * 128 + tl.arange(0, 128)
-    first = tl.program_id(1).to(tl.int64) * _TOKENS
+    first = tl.program_id(1).to(tl.int64) * TOKENS
+    expert = 0
+    if EXPERTS is not None:
+        expert = tl.load(EXPERTS + first)
     best = tl.zeros([_STRIP, 128], tl.int32)
-    for strip in range(0, _TOKENS, _STRIP):
+    for strip in range(0, TOKENS, _STRIP):
         token = first + strip + tl.arange(0, _STRIP)
         factor = tl.load(FACTORS + token, mask=token < tokens, other=0.0)
         inside = (token < tokens)[:, None] & (column < C)[None, :]
         x = tl.load(X + token[:, None] * ROW + column[None, :], mask=inside, other=0.0)
         x = tl.abs(x.to(tl.float32) * factor[:, None])
         best = tl.maximum(best, x.to(tl.int32, bitcast=True))
-    tl.atomic_max(AMAX + column, tl.max(best, 0), mask=column < C)
+    tl.atomic_max(AMAX + expert * C + column, tl.max(best, 0), mask=(column < C) & (expert >= 0))
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _columns_kernel(X, FACTORS, AMAX, OUT, OUT_SCALES, tokens, C: tl.constexpr, ROW: tl.constexpr):
-    """One program 128 tokens of 128 columns, to OUT [C, tokens in whole blocks]."""
+def _columns_kernel(
+    X, FACTORS, EXPERTS, AMAX, OUT, OUT_SCALES, tokens, C: tl.constexpr, ROW: tl.constexpr
+):
+    """One program 128 tokens of 128 columns, to OUT [C, tokens in whole blocks]; OUT_SCALES FP32
+    [experts, C].
+    """
     column = tl.program_id(0) * 128 + tl.arange(0, 128)
     token = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)
+    expert = 0
+    if EXPERTS is not None:
+        expert = tl.maximum(tl.load(EXPERTS + tl.program_id(1) * 128), 0)
+    place = expert * C + column
     factor = tl.load(FACTORS + token, mask=token < tokens, other=0.0)
     inside = (token < tokens)[:, None] & (column < C)[None, :]
     x = tl.load(X + token[:, None] * ROW + column[None, :], mask=inside, other=0.0)
-    bits = tl.load(AMAX + column, mask=column < C, other=0)
+    bits = tl.load(AMAX + place, mask=column < C, other=0)
     made, scale = to_int8(x.to(tl.float32) * factor[:, None], bits[None, :])
-    place = OUT + column.to(tl.int64)[:, None] * (tl.num_programs(1) * 128) + token[None, :]
-    tl.store(place, tl.trans(made), mask=(column < C)[:, None])
-    if tl.program_id(1) == 0:
-        tl.store(OUT_SCALES + column, tl.max(scale, 0), mask=column < C)
+    to = OUT + column.to(tl.int64)[:, None] * (tl.num_programs(1) * 128) + token[None, :]
+    tl.store(to, tl.trans(made), mask=(column < C)[:, None])
+    if EXPERTS is not None or tl.program_id(1) == 0:  # all blocks of an expert store the same
+        tl.store(OUT_SCALES + place, tl.max(scale, 0), mask=column < C)
 
 
-def balanced_rows(dy: Unbalanced, x: torch.Tensor) -> tuple[Int8Rows, Int8Rows]:
-    """dY and X [T, K], BF16 -> dY^T [N, Tp] and X^T [K, Tp], Tp = T in whole blocks."""
+def balanced_rows(
+    dy: Unbalanced, x: torch.Tensor, dispatch: Dispatch | None = None
+) -> tuple[Side, Side]:
+    """dY and X [T, K], BF16 -> dY^T [N, Tp] and X^T [K, Tp], Tp = T in whole blocks; of rows that
+    are dispatched, with scales [E N] and [E K], undefined for an expert without tokens.
+    """
     tokens, parts = len(x), len(dy.scales)
     factors = torch.empty((2, tokens), dtype=torch.float32, device=x.device)
     _balance_kernel[(triton.cdiv(tokens, _FACTORS.value),)](
         dy.scales, row_amax(x), factors, tokens, parts, num_warps=4
     )
-    return _columns(dy.values, factors[0]), _columns(x, factors[1])
+    return _columns(dy.values, factors[0], dispatch), _columns(x, factors[1], dispatch)
 
 
-def _columns(x: torch.Tensor, factors: torch.Tensor) -> Int8Rows:
+def _columns(x: torch.Tensor, factors: torch.Tensor, dispatch: Dispatch | None) -> Side:
     tokens, columns = x.shape
     assert x.stride(1) == 1
-    amax = torch.zeros(columns, dtype=torch.int32, device=x.device)
-    grid = num_blocks(columns), triton.cdiv(tokens, _TOKENS.value)
-    _column_amax_kernel[grid](x, factors, amax, tokens, columns, x.stride(0), num_warps=8)
-    made = Int8Rows.empty(columns, num_blocks(tokens) * BLOCK, x.device)
+    experts, count, each = None, 1, _TOKENS
+    if dispatch is not None:
+        experts, count, each = dispatch.experts, len(dispatch.counts), BLOCK
+    amax = torch.zeros(count * columns, dtype=torch.int32, device=x.device)
+    _column_amax_kernel[num_blocks(columns), triton.cdiv(tokens, each)](
+        x, factors, experts, amax, tokens, columns, x.stride(0), each, num_warps=8
+    )
+    shape = columns, num_blocks(tokens) * BLOCK
+    made = Side(
+        torch.empty(shape, dtype=torch.int8, device=x.device),
+        torch.empty(count * columns, dtype=torch.float32, device=x.device),
+    )
     _columns_kernel[num_blocks(columns), num_blocks(tokens)](
-        x, factors, amax, made.values, made.scales, tokens, columns, x.stride(0),
+        x, factors, experts, amax, made.values, made.scales, tokens, columns, x.stride(0),
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return made
@@ -313,36 +375,57 @@ def _end_part(TOTAL, OUT, made, row, column, m, n, ADDS: tl.constexpr, ENDS: tl.
 
 @triton.jit(do_not_specialize=["m", "first", "blocks"])
 def _product_kernel(
-    LEFT, RIGHT, LEFT_SCALE, RIGHT_SCALE, TOTAL, OUT, m, n, first, blocks,
+    LEFT, RIGHT, LEFT_SCALE, RIGHT_SCALE, TOTAL, OUT, EXPERTS, STARTS, m, n, first, blocks, tiles,
     ADDS: tl.constexpr, ENDS: tl.constexpr, TILE: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """The product of so many blocks from ``first`` on, of descriptors of LEFT [m, ..] and RIGHT [n,
     ..].  If it ADDS, TOTAL, FP32 [m, n], is added to it; if it ENDS, it goes to OUT, BF16 [m, n],
     and else to TOTAL.
+
+    With EXPERTS, int32 [m], RIGHT is [E n, ..], and a tile of rows is multiplied by its expert's.
+    With STARTS, int32 [E + 1], the product of expert e is of the blocks from STARTS[e] to STARTS[e
+    + 1], with scales [E, m] and [E, n], and TOTAL is [E, m, n].
     """
     tiles_m = tl.cdiv(m, TILE)
     tiles_n = tl.cdiv(n, TILE)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        tile_row, tile_column = _tile(tile, tiles_m, tiles_n, BAND)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+        tile_row, tile_column = _tile(tile % (tiles_m * tiles_n), tiles_m, tiles_n, BAND)
         first_row, first_column = tile_row * TILE, tile_column * TILE
+        begin, number, height = first, blocks, m
+        of_left, of_right, total = LEFT_SCALE, RIGHT_SCALE, TOTAL
+        b_row = first_column
+        if EXPERTS is not None:
+            expert = tl.load(EXPERTS + first_row)
+            number = tl.where(expert < 0, 0, blocks)
+            expert = tl.maximum(expert, 0)
+            b_row += expert * n
+            of_right += expert * n
+        if STARTS is not None:
+            expert = tile // (tiles_m * tiles_n)
+            begin = tl.load(STARTS + expert)
+            number = tl.load(STARTS + expert + 1) - begin
+            height = tl.where(number > 0, m, 0)  # an expert without tokens has no scales
+            of_left += expert * m
+            of_right += expert * n
+            total += expert.to(tl.int64) * m * n
         sums = tl.zeros([TILE, TILE], tl.int32)
-        for block in range(0, blocks):
-            a = LEFT.load([first_row, (first + block) * 128])
-            b = RIGHT.load([first_column, (first + block) * 128])
+        for block in range(0, number):
+            a = LEFT.load([first_row, (begin + block) * 128])
+            b = RIGHT.load([b_row, (begin + block) * 128])
             sums = tl.dot(a, b.T, sums, out_dtype=tl.int32)
         row = first_row + tl.arange(0, TILE)
         column = first_column + tl.arange(0, TILE)
-        row_scale = tl.load(LEFT_SCALE + row % m)
-        column_scale = tl.load(RIGHT_SCALE + column % n)
+        row_scale = tl.load(of_left + row % m)
+        column_scale = tl.load(of_right + column % n)
         made = scaled(sums, row_scale[:, None], column_scale[None, :])
         left, right = _halves(made)
         a, b = _halves(left)
         c, d = _halves(right)
         part = first_column + tl.arange(0, TILE // 4)
-        _end_part(TOTAL, OUT, a, row, part, m, n, ADDS, ENDS)
-        _end_part(TOTAL, OUT, b, row, part + TILE // 4, m, n, ADDS, ENDS)
-        _end_part(TOTAL, OUT, c, row, part + TILE // 2, m, n, ADDS, ENDS)
-        _end_part(TOTAL, OUT, d, row, part + TILE // 4 * 3, m, n, ADDS, ENDS)
+        _end_part(total, OUT, a, row, part, height, n, ADDS, ENDS)
+        _end_part(total, OUT, b, row, part + TILE // 4, height, n, ADDS, ENDS)
+        _end_part(total, OUT, c, row, part + TILE // 2, height, n, ADDS, ENDS)
+        _end_part(total, OUT, d, row, part + TILE // 4 * 3, height, n, ADDS, ENDS)
 
 
 def _tiles_of(values: torch.Tensor) -> TensorDescriptor:
@@ -351,49 +434,59 @@ def _tiles_of(values: torch.Tensor) -> TensorDescriptor:
 
 
 def _multiply(
-    left: TensorDescriptor,
-    right: TensorDescriptor,
-    left_scale: torch.Tensor,
-    right_scale: torch.Tensor,
+    left: Side,
+    right: Side,
     total: torch.Tensor | None,
     out: torch.Tensor | None,
+    adds: bool,
     first: int,
     blocks: int,
-    adds: bool,
+    shape: tuple[int, int],
+    experts: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
 ) -> None:
     """``_product_kernel`` over so many blocks from ``first`` on; without ``out`` to ``total``."""
-    m, n = len(left_scale), len(right_scale)
+    m, n = shape
     tiles = triton.cdiv(m, _TILE) * triton.cdiv(n, _TILE)
+    if starts is not None:
+        tiles *= len(starts) - 1
     _product_kernel[(min(2 * PROGRAMS, tiles),)](
-        left, right, left_scale, right_scale, total, out, m, n, first, blocks,
-        adds, out is not None, _TILE, BAND,
+        _tiles_of(left.values), _tiles_of(right.values), left.scales, right.scales, total, out,
+        experts, starts, m, n, first, blocks, tiles, adds, out is not None, _TILE, BAND,
         num_warps=4, num_stages=_STAGES, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def dgrad(dy: Int8Parts, weight: Int8Parts) -> torch.Tensor:
-    """dY [T, ..] and W^T [K, ..], of the same parts in whole blocks -> dX BF16 [T, K]."""
-    shape, device = (len(dy.values), len(weight.values)), dy.values.device
+def dgrad(dy: Int8Parts, weight: Int8Parts, dispatch: Dispatch | None = None) -> torch.Tensor:
+    """dY [T, ..] and W^T [K, ..], of the same parts in whole blocks -> dX BF16 [T, K]; of rows that
+    are dispatched, by W^T [E K, ..] of each row's expert.
+    """
+    count = 1 if dispatch is None else len(dispatch.counts)
+    shape, device = (len(dy.values), len(weight.values) // count), dy.values.device
     assert dy.parts == weight.parts
     out = torch.empty(shape, dtype=torch.bfloat16, device=device)
     if not shape[0]:
         return out
     last, first = len(dy.parts) - 1, 0
     total = torch.empty(shape, dtype=torch.float32, device=device) if last else None
-    left, right = _tiles_of(dy.values), _tiles_of(weight.values)
+    experts = None if dispatch is None else dispatch.experts
     for index, blocks in enumerate(map(num_blocks, dy.parts)):
+        left = Side(dy.values, dy.scales[index])
+        right = Side(weight.values, weight.scales[index])
         to = out if index == last else None
-        scales = dy.scales[index], weight.scales[index]
-        _multiply(left, right, *scales, total, to, first, blocks, adds=index > 0)
+        _multiply(left, right, total, to, index > 0, first, blocks, shape, experts)
         first += blocks
     return out
 
 
-def wgrad(dy: Int8Rows, x: Int8Rows, grad: torch.Tensor) -> None:
-    """grad, FP32 [N, K], contiguous, += dY^T X, from dY^T [N, Tp] and X^T [K, Tp]."""
+def wgrad(dy: Side, x: Side, grad: torch.Tensor, dispatch: Dispatch | None = None) -> None:
+    """grad, FP32 [N, K], contiguous, += dY^T X, from dY^T [N, Tp] and X^T [K, Tp]; of rows that are
+    dispatched, [E N, K], each expert's.
+    """
     (n, tokens), k = dy.values.shape, len(x.values)
-    assert grad.shape == (n, k)
+    count = 1 if dispatch is None else len(dispatch.counts)
+    assert grad.shape == (count * n, k)
     assert grad.dtype == torch.float32
     assert grad.is_contiguous()
-    left, right = _tiles_of(dy.values), _tiles_of(x.values)
-    _multiply(left, right, dy.scales, x.scales, grad, None, 0, tokens // BLOCK, adds=True)
+    starts = None if dispatch is None else dispatch.starts
+    _multiply(dy, x, grad, None, True, 0, tokens // BLOCK, (n, k), starts=starts)

@@ -73,7 +73,6 @@ from isobit.kernels.hopper.int8_backward import (
     Unbalanced,
     balanced_rows,
     quantise_parts,
-    row_amax,
     transposed_parts,
 )
 from isobit.kernels.hopper.quantise import (
@@ -95,7 +94,6 @@ from isobit.kernels.operands import (
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK as WHOLE_BLOCK
 from isobit.precision.quant_tensor import (
-    INT8_SUMMANDS,
     Int8Parts,
     Int8Rows,
     QuantTensor,
@@ -665,11 +663,8 @@ def wgrad(dy: Operand, x: Operand, grad: torch.Tensor, site: Site) -> None:
         fp8_gemm_tn(dy, x, grad)
         return
     assert isinstance(x, torch.Tensor)
-    if site.wgrad == "int8" and len(x) <= INT8_SUMMANDS:
-        if isinstance(dy, torch.Tensor):
-            dy = Unbalanced(dy, row_amax(dy))
-        assert isinstance(dy, Unbalanced)
-        int8_backward.wgrad(*balanced_rows(dy, x), grad)
+    if site.wgrad_of(len(x)) == "int8":
+        int8_backward.wgrad(*balanced_rows(Unbalanced.of(dy), x), grad)
         return
     wide = dy.values if isinstance(dy, Unbalanced) else dy
     assert isinstance(wide, torch.Tensor)

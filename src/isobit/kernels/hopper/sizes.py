@@ -106,18 +106,31 @@ def saved(site: Site, numbers: int, is_kept: bool = False) -> int:
     return 0 if is_kept else 2 * numbers
 
 
-def gradient(site: Site, numbers: int) -> int:
-    """Two copies in 8 bits, or one of them beside the gradient itself, which WGrad in INT8 reads,
-    too; DGrad's is in whole blocks.
+def gradient(site: Site, numbers: int, inputs: int) -> int:
+    """What is held; and what one of WGrad and DGrad in INT8 makes: both sides transposed, or sums
+    of parts in FP32.
+    """
+    columns = numbers + inputs if site.wgrad == "int8" else 0
+    sums = 4 * inputs if site.dgrad == "int8" and _num_parts(site, numbers) > 1 else 0
+    return _held(site, numbers) + max(columns, sums)
+
+
+def _held(site: Site, numbers: int) -> int:
+    """Two copies in 8 bits, or one of them beside the gradient itself; DGrad's is in whole
+    blocks.
     """
     if site.dgrad not in EIGHT_BITS:
         return 2 * numbers
     whole = -(-numbers * _whole(site) // sum(site.parts))
-    # two numbers of each part and token: DGrad's scale, and the largest number
-    rows = whole + 8 * len(site.parts) if site.dgrad == "int8" else _quantised(whole)
-    if site.wgrad == "e4m3":
-        return rows + _quantised(numbers)
-    return rows + (3 if site.wgrad == "int8" else 2) * numbers
+    rows = _quantised(whole)
+    if site.dgrad == "int8":  # a scale of each part, and its largest number
+        rows = whole + 8 * _num_parts(site, numbers)
+    return rows + (_quantised(numbers) if site.wgrad == "e4m3" else 2 * numbers)
+
+
+def _num_parts(site: Site, numbers: int) -> int:
+    """The parts in so many numbers of the output: of all, or of one expert."""
+    return len(site.parts) * numbers // sum(site.parts)
 
 
 def transposed(site: Site, columns: int) -> int:
@@ -132,11 +145,11 @@ def experts(shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes:
     gathered, activation = (_operand(site, n) for site, n in ((gate_up, hidden), (down, width)))
     kept = 4 * width + 2 * hidden + _LABELS
     made = _LABELS + max(gathered + 4 * width, 4 * width + activation + 2 * hidden)
-    from_down, from_gate_up = gradient(down, hidden), gradient(gate_up, 2 * width)
+    from_down, from_gate_up = gradient(down, hidden, width), gradient(gate_up, 2 * width, hidden)
     d_outputs = 2 * hidden if down.wgrad == "e4m3" else 0  # else in what is from down
     gradients = max(
         d_outputs + from_down + saved(down, width) + 2 * width,
-        from_down + 2 * width + from_gate_up,
+        _held(down, hidden) + 2 * width + _held(gate_up, 2 * width),
         from_gate_up + 2 * width + 2 * hidden + saved(gate_up, hidden, is_kept=True),
         from_gate_up + 2 * hidden,
     )

@@ -32,8 +32,8 @@ on how many tokens there are.  The backward, with d_y the gradient of y:
     d_x_t    = sum over j of expert e's dX           FP32, in the order of the ranks, rounded once
 
 WGrad's operands are quantised from the format between operators, in groups of 128 of an expert's
-tokens.  Each expert adds one finished sum to its rows of the gradients; an expert without tokens
-adds nothing.
+tokens; in INT8 an expert's tokens share the scales of its rows, and none of others.  Each expert
+adds one finished sum to its rows of the gradients; an expert without tokens adds nothing.
 """
 
 from collections.abc import Iterator
@@ -170,6 +170,7 @@ def experts_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dy [T, C] -> dx [T, C], and the gradient of the routing's weights, FP32 [T, k]."""
     weights, d_inputs = routing.weights.flatten(), torch.empty_like(saved.outputs).flatten(0, 1)
+    gate_up, down = (_of_tokens(weight, len(dy)) for weight in (gate_up, down))
     chosen = experts_with_tokens(routing, gate_up, down)
     for expert, made in zip(chosen, saved.gate_up, strict=True):
         d_output = weights[expert.choices, None] * dy[expert.tokens].float()
@@ -183,6 +184,11 @@ def experts_backward(
     d_weights = row_sum(dy.float()[:, None] * saved.outputs.float())[..., 0]
     d_x = sum_of_ranks(d_inputs.view_as(saved.outputs).float())[:, 0]
     return d_x.to(dy.dtype), d_weights
+
+
+def _of_tokens(weight: LinearWeight, tokens: int) -> LinearWeight:
+    """The weight with the format of WGrad that all experts have in a micro-batch."""
+    return replace(weight, site=replace(weight.site, wgrad=weight.site.wgrad_of(tokens)))
 
 
 def experts_with_tokens(

@@ -62,7 +62,6 @@ from isobit.kernels.spec.quantise import (
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import (
     BLOCK,
-    INT8_SUMMANDS,
     Int8Parts,
     Int8Rows,
     QuantTensor,
@@ -271,19 +270,24 @@ def wgrad(dy: Operand, x: Operand, grad: torch.Tensor, site: Site) -> None:
         assert isinstance(x, torch.Tensor)
         if not len(dy):
             return
-        if len(dy) <= INT8_SUMMANDS:
+        if site.wgrad_of(len(dy)) == "int8":
             grad.add_(int8_gemm_nt(*balanced_rows(dy, x)))
             return
     grad.add_(dequantise_tokens(dy).t() @ dequantise_tokens(x))
 
 
 def dequantised(weight: LinearWeight) -> torch.Tensor:
-    """FP32 [N, K]: the matrix that the forward multiplies with, of INT8 in E4M3 blocks."""
+    """FP32 [N, K]: the matrix that the forward multiplies with; of INT8 in E4M3 blocks, where the
+    site's DGrad is in E4M3.
+    """
     matrix = weight.matrix
     if isinstance(matrix, torch.Tensor):
         return matrix.float()
     if isinstance(matrix, Int8Rows):
-        matrix = quantise_blocks(dequantise_int8(matrix), weight.site.scales, weight.site.parts)
+        wide = dequantise_int8(matrix)
+        if weight.site.dgrad != "e4m3":
+            return wide
+        matrix = quantise_blocks(wide, weight.site.scales, weight.site.parts)
     assert isinstance(matrix, QuantTensor)
     values = decode_e4m3(matrix.values)
     return _by_column(values, matrix.row_scales(), (values.shape[1],))

@@ -79,7 +79,7 @@ def saved(site: Site, numbers: int, is_kept: bool = False) -> int:
     return 0 if is_kept else _itemsize(site) * numbers
 
 
-def gradient(site: Site, numbers: int) -> int:
+def gradient(site: Site, numbers: int, inputs: int) -> int:
     """Both copies in E4M3, or the gradient itself; in INT8 DGrad's with a scale a part, WGrad's
     within the GEMM workspace.
     """
@@ -106,8 +106,8 @@ def experts(shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes:
     backward = (
         2 * (stream + width)
         + activation
-        + gradient(down, shape.hidden_size)
-        + gradient(gate_up, 2 * shape.intermediate_size)
+        + gradient(down, shape.hidden_size, shape.intermediate_size)
+        + gradient(gate_up, 2 * shape.intermediate_size, shape.hidden_size)
         + saved(gate_up, shape.hidden_size)
     )
     return ExpertBytes(
