@@ -10,9 +10,9 @@ from tests.kernels.hopper.ahead_of_time import compile_for_hopper
 
 TYPES = {
     **dict.fromkeys(("VALUES", "MADE"), "*i8"),
-    **dict.fromkeys(("SCALES", "OUT_SCALES", "FACTORS", "TOTAL"), "*fp32"),
+    **dict.fromkeys(("SCALES", "OUT_SCALES", "FACTORS", "SUMS"), "*fp32"),
     **dict.fromkeys(("LEFT_SCALE", "RIGHT_SCALE"), "*fp32"),
-    **dict.fromkeys(("m", "n", "first", "blocks", "tiles", "tokens", "rows", "out_row"), "i32"),
+    **dict.fromkeys(("m", "n", "blocks", "tiles", "tokens", "rows", "out_row"), "i32"),
     **dict.fromkeys(("AMAX", "EXPERTS", "STARTS"), "*i32"),
     "X": "*bf16",
 }
@@ -44,20 +44,21 @@ def test_columns(absent: dict[str, None]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("adds", "ends", "groups"),
+    ("parts", "groups"),
     [
-        (False, True, None), (False, False, None), (True, True, None), (True, False, None),
-        (False, True, "EXPERTS"), (False, False, "EXPERTS"), (True, True, "EXPERTS"),
-        (True, False, "STARTS"),
+        (0, None), (0, "STARTS"), (1, None), (1, "EXPERTS"), (2, None), (2, "EXPERTS"), (3, None),
     ],
 )  # fmt: skip
-def test_products(adds: bool, ends: bool, groups: str | None) -> None:
-    """All that DGrad asks for, and those of WGrad, which adds and does not end."""
-    types = {"LEFT": TILE, "RIGHT": TILE, "OUT": "*bf16"}
+def test_products(parts: int, groups: str | None) -> None:
+    """DGrad of so many parts, and WGrad, which adds to FP32."""
+    types = {"LEFT": TILE, "RIGHT": TILE, "OUT": "*bf16" if parts else "*fp32"}
     absent = dict.fromkeys({"EXPERTS", "STARTS"} - {groups})
-    constants = {"ADDS": adds, "ENDS": ends, "TILE": 128, "BAND": 16} | absent
+    if parts < 2:
+        absent["SUMS"] = None
+    constants = {"PARTS": max(1, parts), "PART_1": 32, "PART_2": 40, "TILE": 128, "BAND": 16}
     made = compile_for_hopper(
-        int8_backward._product_kernel, TYPES | types, constants, 4, num_stages=3, multiples="n"
-    )
+        int8_backward._product_kernel, TYPES | types, constants | absent, 4,
+        num_stages=3, multiples="n",
+    )  # fmt: skip
     assert "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8" in made.ptx
     assert made.programs == 2

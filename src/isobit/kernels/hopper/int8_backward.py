@@ -11,11 +11,13 @@ read.  So W^T and WGrad's operands are made in two passes, the first of which le
 number of each row by ``atomic_max`` of its bits: a maximum has no order.
 
 Parts begin at whole blocks of 128 columns, with zeros behind short ones, and dY^T and X^T have
-zeros up to a whole block of tokens.  One kernel of persistent programs makes both products and adds
-them to FP32 in memory: DGrad's, a launch for each part, to what the parts before have left, and
-WGrad's to the gradient.  It does so a quarter of a tile at a time, which the registers and the
-shared memory of two programs hold.  (A kernel that went through the parts in a loop around the loop
-over blocks had wrong sums on a card with Triton 3.6, and right ones in its interpreter.)
+zeros up to a whole block of tokens.  One kernel of persistent programs makes both products, a
+quarter of a tile at a time behind the loop over blocks, which the registers and the shared memory
+of two programs hold.  WGrad's is added to the gradient.  A program takes the parts of a tile of
+DGrad's in turn, and keeps their sums in memory of its own, which the L2 cache holds: a launch for
+each part would read and write 8 bytes a number more.  A barrier stands between parts, since the
+compiler lays these numbers out over the threads in two ways.  (An earlier kernel, with a loop over
+parts and no barrier, had wrong sums on a card and right ones in Triton's interpreter.)
 
 Experts have their rows of tokens in whole blocks (``isobit.kernels.hopper.dispatch``), and one
 launch makes a product of all of them: DGrad's tiles read the matrix of the expert whose rows they
@@ -27,7 +29,9 @@ scales of their own.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 # (Triton's types know neither launch options nor what a kernel computes with)
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import triton
@@ -360,43 +364,76 @@ def _halves(x):
 
 
 @triton.jit
-def _end_part(TOTAL, OUT, made, row, column, m, n, ADDS: tl.constexpr, ENDS: tl.constexpr):
+def _add(GRAD, made, row, column, m, n):
     inside = (row < m)[:, None] & (column < n)[None, :]
-    place = row[:, None].to(tl.int64) * n + column[None, :]
+    place = GRAD + row[:, None].to(tl.int64) * n + column[None, :]
+    tl.store(place, tl.load(place, mask=inside, other=0.0) + made, mask=inside)
+
+
+@triton.jit
+def _end_part(
+    SUMS, OUT, made, row, column, within, m, n, part, PARTS: tl.constexpr, TILE: tl.constexpr
+):
+    """Add the part to those before, which are in the program's SUMS, FP32 [TILE, TILE], at the
+    columns ``within``; the last one goes to OUT.
+    """
+    inside = (row < m)[:, None] & (column < n)[None, :]
+    place = OUT + row[:, None].to(tl.int64) * n + column[None, :]
     before = 0.0  # which takes the sign from a zero
-    if ADDS:
-        before = tl.load(TOTAL + place, mask=inside, other=0.0)
-    made = before + made
-    if ENDS:
-        tl.store(OUT + place, made.to(tl.bfloat16), mask=inside)
-    else:
-        tl.store(TOTAL + place, made, mask=inside)
+    if PARTS > 1:
+        to = SUMS + tl.arange(0, TILE)[:, None] * TILE + within[None, :]
+        every = tl.full(made.shape, 1, tl.int1)
+        before = tl.load(to, mask=every & (part > 0), other=0.0)
+        tl.store(to, before + made, mask=every & (part < PARTS - 1))
+        inside = inside & (part == PARTS - 1)
+    tl.store(place, (before + made).to(tl.bfloat16), mask=inside)
 
 
-@triton.jit(do_not_specialize=["m", "first", "blocks"])
+@triton.jit
+def _blocks_of(part, blocks, PARTS: tl.constexpr, PART_1: tl.constexpr, PART_2: tl.constexpr):
+    """The first block of a part, and their number."""
+    begin = tl.where(part == 0, 0, tl.where(part == 1, PART_1, PART_2))
+    end = tl.where(part == 0, PART_1, blocks if PARTS == 2 else PART_2)
+    return begin, tl.where(part == 2, blocks, end) - begin
+
+
+@triton.jit(do_not_specialize=["m"])
 def _product_kernel(
-    LEFT, RIGHT, LEFT_SCALE, RIGHT_SCALE, TOTAL, OUT, EXPERTS, STARTS, m, n, first, blocks, tiles,
-    ADDS: tl.constexpr, ENDS: tl.constexpr, TILE: tl.constexpr, BAND: tl.constexpr,
+    LEFT, RIGHT, LEFT_SCALE, RIGHT_SCALE, SUMS, OUT, EXPERTS, STARTS, m, n, rows, blocks, tiles,
+    PARTS: tl.constexpr, PART_1: tl.constexpr, PART_2: tl.constexpr, TILE: tl.constexpr,
+    BAND: tl.constexpr,
 ):  # fmt: skip
-    """The product of so many blocks from ``first`` on, of descriptors of LEFT [m, ..] and RIGHT [n,
-    ..].  If it ADDS, TOTAL, FP32 [m, n], is added to it; if it ENDS, it goes to OUT, BF16 [m, n],
-    and else to TOTAL.
+    """Products of descriptors of LEFT [m, ..] and RIGHT [rows, ..], of so many blocks, to OUT.
 
-    With EXPERTS, int32 [m], RIGHT is [E n, ..], and a tile of rows is multiplied by its expert's.
+    WGrad has one part, and OUT is the gradient, FP32 [m, n], to which it is added.  DGrad has up to
+    three, which begin at the blocks 0, PART_1 and PART_2, with scales [PARTS, m] and [PARTS, rows];
+    OUT is BF16 [m, n], and SUMS is FP32 [programs, TILE, TILE].
+
+    With EXPERTS, int32 [m], ``rows`` is E n, and a tile of rows is multiplied by its expert's.
     With STARTS, int32 [E + 1], the product of expert e is of the blocks from STARTS[e] to STARTS[e
-    + 1], with scales [E, m] and [E, n], and TOTAL is [E, m, n].
+    + 1], with scales [E, m] and [E, n], and OUT is [E, m, n].
     """
     tiles_m = tl.cdiv(m, TILE)
     tiles_n = tl.cdiv(n, TILE)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+    turns = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0)) * PARTS
+    sums_of_program = SUMS
+    if PARTS > 1:
+        sums_of_program += tl.program_id(0) * TILE * TILE
+    for turn in tl.range(0, turns, flatten=True):
+        tile = tl.program_id(0) + turn // PARTS * tl.num_programs(0)
+        part = turn % PARTS
         tile_row, tile_column = _tile(tile % (tiles_m * tiles_n), tiles_m, tiles_n, BAND)
         first_row, first_column = tile_row * TILE, tile_column * TILE
-        begin, number, height = first, blocks, m
-        of_left, of_right, total = LEFT_SCALE, RIGHT_SCALE, TOTAL
+        begin, number, height = 0, blocks, m
+        of_left, of_right, out = LEFT_SCALE, RIGHT_SCALE, OUT
         b_row = first_column
+        if PARTS > 1:
+            begin, number = _blocks_of(part, blocks, PARTS, PART_1, PART_2)
+            of_left += part * m
+            of_right += part * rows
         if EXPERTS is not None:
             expert = tl.load(EXPERTS + first_row)
-            number = tl.where(expert < 0, 0, blocks)
+            number = tl.where(expert < 0, 0, number)
             expert = tl.maximum(expert, 0)
             b_row += expert * n
             of_right += expert * n
@@ -407,7 +444,7 @@ def _product_kernel(
             height = tl.where(number > 0, m, 0)  # an expert without tokens has no scales
             of_left += expert * m
             of_right += expert * n
-            total += expert.to(tl.int64) * m * n
+            out += expert.to(tl.int64) * m * n
         sums = tl.zeros([TILE, TILE], tl.int32)
         for block in range(0, number):
             a = LEFT.load([first_row, (begin + block) * 128])
@@ -419,13 +456,18 @@ def _product_kernel(
         column_scale = tl.load(of_right + column % n)
         made = scaled(sums, row_scale[:, None], column_scale[None, :])
         left, right = _halves(made)
-        a, b = _halves(left)
-        c, d = _halves(right)
-        part = first_column + tl.arange(0, TILE // 4)
-        _end_part(total, OUT, a, row, part, height, n, ADDS, ENDS)
-        _end_part(total, OUT, b, row, part + TILE // 4, height, n, ADDS, ENDS)
-        _end_part(total, OUT, c, row, part + TILE // 2, height, n, ADDS, ENDS)
-        _end_part(total, OUT, d, row, part + TILE // 4 * 3, height, n, ADDS, ENDS)
+        quarters = _halves(left) + _halves(right)
+        for i in tl.static_range(4):
+            within = i * (TILE // 4) + tl.arange(0, TILE // 4)
+            place = first_column + within
+            if OUT.dtype.element_ty == tl.float32:
+                _add(out, quarters[i], row, place, height, n)
+            else:
+                _end_part(
+                    sums_of_program, out, quarters[i], row, place, within, m, n, part, PARTS, TILE
+                )
+        if PARTS > 1:
+            tl.debug_barrier()  # other threads than wrote SUMS may read them
 
 
 def _tiles_of(values: torch.Tensor) -> TensorDescriptor:
@@ -436,23 +478,24 @@ def _tiles_of(values: torch.Tensor) -> TensorDescriptor:
 def _multiply(
     left: Side,
     right: Side,
-    total: torch.Tensor | None,
-    out: torch.Tensor | None,
-    adds: bool,
-    first: int,
-    blocks: int,
-    shape: tuple[int, int],
+    out: torch.Tensor,
+    parts: Sequence[int] = (0,),
     experts: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
 ) -> None:
-    """``_product_kernel`` over so many blocks from ``first`` on; without ``out`` to ``total``."""
-    m, n = shape
+    """``_product_kernel``, of parts that begin at such blocks."""
+    (m, depth), (rows, _), n = left.values.shape, right.values.shape, out.shape[1]
     tiles = triton.cdiv(m, _TILE) * triton.cdiv(n, _TILE)
     if starts is not None:
         tiles *= len(starts) - 1
-    _product_kernel[(min(2 * PROGRAMS, tiles),)](
-        _tiles_of(left.values), _tiles_of(right.values), left.scales, right.scales, total, out,
-        experts, starts, m, n, first, blocks, tiles, adds, out is not None, _TILE, BAND,
+    programs, sums = min(2 * PROGRAMS, tiles), None
+    if len(parts) > 1:
+        sums = torch.empty((programs, _TILE, _TILE), dtype=torch.float32, device=out.device)
+    assert len(parts) <= 3
+    _, second, third, *_ = *parts, 0, 0
+    _product_kernel[(programs,)](
+        _tiles_of(left.values), _tiles_of(right.values), left.scales, right.scales, sums, out,
+        experts, starts, m, n, rows, depth // BLOCK, tiles, len(parts), second, third, _TILE, BAND,
         num_warps=4, num_stages=_STAGES, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -465,17 +508,10 @@ def dgrad(dy: Int8Parts, weight: Int8Parts, dispatch: Dispatch | None = None) ->
     shape, device = (len(dy.values), len(weight.values) // count), dy.values.device
     assert dy.parts == weight.parts
     out = torch.empty(shape, dtype=torch.bfloat16, device=device)
-    if not shape[0]:
-        return out
-    last, first = len(dy.parts) - 1, 0
-    total = torch.empty(shape, dtype=torch.float32, device=device) if last else None
-    experts = None if dispatch is None else dispatch.experts
-    for index, blocks in enumerate(map(num_blocks, dy.parts)):
-        left = Side(dy.values, dy.scales[index])
-        right = Side(weight.values, weight.scales[index])
-        to = out if index == last else None
-        _multiply(left, right, total, to, index > 0, first, blocks, shape, experts)
-        first += blocks
+    if shape[0]:
+        begins = list(accumulate(map(num_blocks, dy.parts[:-1]), initial=0))
+        left, right = (Side(side.values, side.scales) for side in (dy, weight))
+        _multiply(left, right, out, begins, None if dispatch is None else dispatch.experts)
     return out
 
 
@@ -483,10 +519,8 @@ def wgrad(dy: Side, x: Side, grad: torch.Tensor, dispatch: Dispatch | None = Non
     """grad, FP32 [N, K], contiguous, += dY^T X, from dY^T [N, Tp] and X^T [K, Tp]; of rows that are
     dispatched, [E N, K], each expert's.
     """
-    (n, tokens), k = dy.values.shape, len(x.values)
     count = 1 if dispatch is None else len(dispatch.counts)
-    assert grad.shape == (count * n, k)
+    assert grad.shape == (count * len(dy.values), len(x.values))
     assert grad.dtype == torch.float32
     assert grad.is_contiguous()
-    starts = None if dispatch is None else dispatch.starts
-    _multiply(dy, x, grad, None, True, 0, tokens // BLOCK, (n, k), starts=starts)
+    _multiply(dy, x, grad, starts=None if dispatch is None else dispatch.starts)

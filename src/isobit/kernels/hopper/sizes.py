@@ -50,6 +50,7 @@ UNSPLIT_ROWS = 32  # up to which an INT8 product reads K in one part
 MOST_SPLIT_ROWS = 128  # beyond which it does so again
 MOST_SPLITS = 8  # parts of K between them,
 SPLIT_PROGRAMS = 96  # until so many programs have each a part of 64 columns
+_SUMS = 2 * PROGRAMS * 4 * _TILE**2
 CHUNK = 4096  # logits of a row that one program takes, of which it leaves three numbers
 _SCORED = 48  # ids, positions and figures of a token
 _SCALE: dict[Format, int] = {"e4m3": 1, "int8": 4}
@@ -107,12 +108,8 @@ def saved(site: Site, numbers: int, is_kept: bool = False) -> int:
 
 
 def gradient(site: Site, numbers: int, inputs: int) -> int:
-    """What is held; and what one of WGrad and DGrad in INT8 makes: both sides transposed, or sums
-    of parts in FP32.
-    """
-    columns = numbers + inputs if site.wgrad == "int8" else 0
-    sums = 4 * inputs if site.dgrad == "int8" and _num_parts(site, numbers) > 1 else 0
-    return _held(site, numbers) + max(columns, sums)
+    """What is held, and both sides transposed, which WGrad in INT8 makes."""
+    return _held(site, numbers) + (numbers + inputs if site.wgrad == "int8" else 0)
 
 
 def _held(site: Site, numbers: int) -> int:
@@ -123,21 +120,19 @@ def _held(site: Site, numbers: int) -> int:
         return 2 * numbers
     whole = -(-numbers * _whole(site) // sum(site.parts))
     rows = _quantised(whole)
-    if site.dgrad == "int8":  # a scale of each part, and its largest number
-        rows = whole + 8 * _num_parts(site, numbers)
+    if site.dgrad == "int8":  # a scale of each part, perhaps of one expert, and its largest number
+        rows = whole + 8 * (len(site.parts) * numbers // sum(site.parts))
     return rows + (_quantised(numbers) if site.wgrad == "e4m3" else 2 * numbers)
 
 
-def _num_parts(site: Site, numbers: int) -> int:
-    """The parts in so many numbers of the output: of all, or of one expert."""
-    return len(site.parts) * numbers // sum(site.parts)
-
-
 def transposed(site: Site, columns: int) -> int:
-    """The matrix in 8 bits, each part in whole blocks."""
+    """The matrix in 8 bits, each part in whole blocks; in INT8 also scales and largest numbers, and
+    the sums of parts of the tiles that are made at once.
+    """
     if site.dgrad not in EIGHT_BITS:
         return 0
-    return _whole(site) * columns
+    more = 8 * len(site.parts) * columns + _SUMS if site.dgrad == "int8" else 0
+    return _whole(site) * columns + more
 
 
 def experts(shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes:
