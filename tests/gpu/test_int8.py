@@ -340,6 +340,18 @@ def test_gradient_of_swiglu(kind: ScaleKind) -> None:
         assert torch.equal(mine.scales, other.scales)
 
 
+@pytest.mark.parametrize("columns", [12288, 576, 40])
+def test_gradient_of_swiglu_in_int8(columns: int) -> None:
+    """One kernel makes what two do."""
+    made_site = replace(site((columns, columns)), dgrad="int8", wgrad="int8")
+    dy, gate_up = bf16(200, columns), bf16(200, 2 * columns)
+    dy[7], dy[9, 1], gate_up[11, 2] = 0.0, torch.nan, torch.inf
+    ours = pointwise.swiglu_backward(dy, gate_up, made_site)
+    theirs = output_gradient(pointwise.swiglu_backward_bf16(dy, gate_up), made_site)
+    assert same(ours.rows, theirs.rows)
+    assert same(ours.tokens, theirs.tokens)
+
+
 @pytest.mark.parametrize(
     ("count", "top_k", "width", "hidden"), [(16, 4, 256, 512), (6, 3, 80, 320), (128, 8, 768, 2048)]
 )

@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from isobit.kernels.hopper import int8, quantise
+from isobit.kernels.hopper import int8, pointwise, quantise
 from isobit.kernels.hopper.dispatch import gather, make_dispatch
 from isobit.kernels.hopper.experts import swiglu_rows
 from isobit.kernels.hopper.grouped_gemm import ExpertMatrices, grouped_gemm_nt, transpose_experts
 from isobit.kernels.hopper.int8 import Dots, Persistent, Tiles, int8_gemm_nt, transposed_weight
-from isobit.kernels.hopper.linear import linear
+from isobit.kernels.hopper.linear import linear, output_gradient
 from isobit.kernels.hopper.quantise import (
     publish,
     quantise_int8,
@@ -72,6 +72,12 @@ def check_quantisers(columns: int) -> None:
     assert same(without, made)
     gate_up = torch.cat([wild(7, columns), torch.randn(7, columns).bfloat16()], 1)
     assert same(swiglu_int8(gate_up), specification.quantise_int8(swiglu(gate_up)))
+    made_site = replace(SITE, dgrad="int8", wgrad="int8", parts=(columns, columns))
+    dy = wild(7, columns)
+    made = pointwise.swiglu_backward(dy, gate_up, made_site)
+    exact = output_gradient(pointwise.swiglu_backward_bf16(dy, gate_up), made_site)
+    assert same(made.rows, exact.rows)
+    assert same(made.tokens, exact.tokens)
 
 
 def check_products(columns: int) -> None:
@@ -160,7 +166,8 @@ def check_experts(width: int, columns: int) -> None:
 
 def main() -> None:
     interpreter._convert_float = convert
-    quantise.four_sigmoids, int8._dot4 = _four_sigmoids, _dot4
+    quantise.four_sigmoids = pointwise.four_sigmoids = _four_sigmoids
+    int8._dot4 = _dot4
     torch.manual_seed(0)
     for columns in (1, 80, 576):
         check_quantisers(columns)

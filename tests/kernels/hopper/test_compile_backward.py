@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from isobit.kernels.hopper import linear, pointwise, token_groups
+from isobit.kernels.hopper import linear, pointwise, quantise, token_groups
 from tests.kernels.hopper.ahead_of_time import E4M3, Compiled, compile_for_hopper
 
 TYPES = {
@@ -15,6 +15,7 @@ TYPES = {
     **dict.fromkeys(("SCALES", "ROW_SCALES", "TOKEN_SCALES", "OUT_SCALES"), "*fp32"),
     **dict.fromkeys(("VALUES", "OUT_VALUES"), "*u8"),
     **dict.fromkeys(("tokens", "scale_stride"), "i32"),
+    "AMAX": "*i32",
 }
 
 
@@ -92,6 +93,17 @@ def test_swiglu_backward(quantises: bool, power_of_two: bool) -> None:
     made = compile_for_hopper(pointwise._swiglu_backward_kernel, types, constants, 4)
     assert (made.wide_loads, made.wide_stores) == (3, 2)
     assert ("cvt.rn.satfinite.e4m3x2.f32" in made.ptx) == quantises
+
+
+@pytest.mark.parametrize("columns", [12288, 1536, 768])
+def test_swiglu_backward_in_int8(columns: int) -> None:
+    width = quantise.width_of_row(columns)
+    constants = {"C": columns, "WHOLE": columns, "WIDTH": width, "LEVELS": quantise.levels(columns)}
+    made = compile_for_hopper(
+        pointwise._swiglu_backward_int8_kernel, TYPES | {"VALUES": "*i8"}, constants,
+        pointwise.warps_of_halves(width),
+    )  # fmt: skip
+    assert made.wide_loads and made.wide_stores
 
 
 @pytest.mark.parametrize(

@@ -627,16 +627,21 @@ def output_gradient(dy: torch.Tensor, site: Site) -> OutputGradient:
     """dY BF16 [T, N] as DGrad and WGrad read it."""
     parts = site.parts or (dy.shape[1],)
     if site.dgrad == "int8":
-        rows, amax = quantise_parts(dy, parts)
-        if site.wgrad == "int8":
-            return OutputGradient(rows, Unbalanced(dy, amax))
-        tokens = quantise_tokens(dy, site.scales) if site.wgrad == "e4m3" else dy
-        return OutputGradient(rows, tokens)
+        return of_int8_rows(dy, *quantise_parts(dy, parts), site)
     if site.dgrad != "e4m3":
         return OutputGradient(dy, dy)
     if site.wgrad != "e4m3":
         return OutputGradient(quantise_gradient(dy, parts, site.scales), dy)
     return OutputGradient(*gradient_both(dy, parts, site.scales))
+
+
+def of_int8_rows(
+    dy: torch.Tensor, rows: Int8Parts, amax: torch.Tensor, site: Site
+) -> OutputGradient:
+    """dY in BF16, as DGrad reads it, and the bits of the largest numbers, int32 [parts, T]."""
+    if site.wgrad == "int8":
+        return OutputGradient(rows, Unbalanced(dy, amax))
+    return OutputGradient(rows, quantise_tokens(dy, site.scales) if site.wgrad == "e4m3" else dy)
 
 
 def dgrad(dy: Operand, weight: LinearWeight) -> torch.Tensor:

@@ -20,7 +20,7 @@ neighbours in ascending order, and leave their sums of dy n to ``add_block_sums`
 order for every number of tokens.  The kernel moves 8 bytes a number, and BLOCKS sums of 4 bytes a
 channel.
 
-**SwiGLU's gradient** is quantised as DGrad and WGrad read it, or in BF16 for a layer in BF16. With
+**SwiGLU's gradient** is quantised as DGrad and WGrad read it, or in BF16 for a layer in BF16.  With
 dy the gradient of y = silu(gate) * up, s = 1 / (1 + exp(-gate)) and silu = gate * s:
 
     d gate = dy * up * (s + silu * (1 - s))        d up = dy * silu
@@ -28,7 +28,8 @@ dy the gradient of y = silu(gate) * up, s = 1 / (1 + exp(-gate)) and silu = gate
 both rounded to BF16.  This is the largest operand of the backward, 2 C numbers a token.  A program
 computes a tile of both gradients in strips, with the functions of
 ``isobit.kernels.hopper.token_groups``; three inputs and two tiles in shared memory allow three
-programs a multiprocessor.
+programs a multiprocessor.  In INT8 a program takes a whole row, since each half has one scale, and
+reads dy and gate once more from a cache rather than hold them.
 """
 
 import torch
@@ -38,16 +39,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from isobit.kernels.hopper.device_functions import add_block_sums, padded_size
-from isobit.kernels.hopper.linear import input_saved, linear_input, output_gradient
+from isobit.kernels.hopper.linear import (
+    input_saved,
+    linear_input,
+    of_int8_rows,
+    output_gradient,
+)
 from isobit.kernels.hopper.quantise import (
     QuantRows,
+    amax_bits,
     four_sigmoids,
+    levels,
     quantise_groups,
     rms_norm_int8,
     rms_norm_quantise,
     swiglu,
     swiglu_int8,
     swiglu_quantise,
+    width_of_row,
 )
 from isobit.kernels.hopper.token_groups import (
     BY_ROW,
@@ -65,7 +74,7 @@ from isobit.kernels.hopper.token_groups import (
 )
 from isobit.kernels.operands import LinearInput, Normed, Operand, OutputGradient, is_observed
 from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import BLOCK, EIGHT_BITS, ScaleKind
+from isobit.precision.quant_tensor import BLOCK, EIGHT_BITS, Int8Parts, ScaleKind
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false, reportReturnType=false
@@ -245,6 +254,8 @@ def swiglu_backward(
     d_activation: torch.Tensor, gate_up: torch.Tensor, site: Site
 ) -> OutputGradient:
     """[T, C] and [T, 2 C], BF16 -> the gradient of ``gate_up``, as dY of the linear ``site``."""
+    if site.dgrad == "int8":
+        return of_int8_rows(*swiglu_backward_int8(d_activation, gate_up), site)
     if site.dgrad == site.wgrad == "e4m3":
         return OutputGradient(*swiglu_backward_quantise(d_activation, gate_up, site.scales))
     if site.dgrad == "e4m3" and not d_activation.shape[1] % BLOCK:
@@ -294,6 +305,61 @@ def _swiglu_backward_kernel(
             tl.store(VALUES + (row * 2 + half) * C + column, values, mask=inside)
             place = (half * (C // 128) + group) * scale_stride + row
             tl.store(SCALES + place, scales, mask=group < C // 128)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _swiglu_backward_int8_kernel(
+    DY, GATE_UP, OUT, VALUES, SCALES, AMAX, tokens, C: tl.constexpr, WHOLE: tl.constexpr,
+    WIDTH: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """One program a row of C numbers, padded to WIDTH: d gate, then d up, in BF16 and in INT8 with
+    a scale each, padded with zeros to WHOLE; the bits of their largest numbers to AMAX [2, tokens].
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = column < C
+    for half in tl.static_range(2):
+        dy = tl.load(DY + row * C + column, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0).to(tl.float32)
+        if half == 0:
+            up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0)
+            d = _gate_gradient(dy, gate, up.to(tl.float32))
+        else:
+            d = _up_gradient(dy, gate)
+        tl.store(OUT + row * 2 * C + half * C + column, d, mask=inside)
+        wide = d.to(tl.float32)
+        tl.store(AMAX + half * tokens + row, amax_bits(wide, 0))
+        values, scale = quantise_groups(wide, WIDTH // 128, False, LEVELS)
+        place = VALUES + (row * 2 + half) * WHOLE + column
+        tl.store(place, values, mask=column < WHOLE)
+        tl.store(SCALES + half * tokens + row + tl.arange(0, 1), scale)
+
+
+def warps_of_halves(width: int) -> int:
+    """Warps of a program that holds so many numbers of dy, gate and up: at most 32 a thread, which
+    spill no registers up to 16384.
+    """
+    return min(16, max(4, width // 1024))
+
+
+def swiglu_backward_int8(
+    dy: torch.Tensor, gate_up: torch.Tensor
+) -> tuple[torch.Tensor, Int8Parts, torch.Tensor]:
+    """dy [T, C] and gate_up [T, 2 C], BF16, contiguous -> the gradient d of gate_up in BF16, its
+    halves in INT8 as DGrad reads them, and the bits of their largest numbers, int32 [2, T].
+    """
+    assert dy.is_contiguous()
+    assert gate_up.is_contiguous()
+    (count, columns), device = dy.shape, dy.device
+    out, whole, width = torch.empty_like(gate_up), padded_size((columns,)), width_of_row(columns)
+    values = torch.empty((count, 2 * whole), dtype=torch.int8, device=device)
+    scales = torch.empty((2, count), dtype=torch.float32, device=device)
+    amax = torch.empty((2, count), dtype=torch.int32, device=device)
+    _swiglu_backward_int8_kernel[(count,)](
+        dy, gate_up, out, values, scales, amax, count, columns, whole, width, levels(columns),
+        num_warps=warps_of_halves(width), enable_fp_fusion=False,
+    )  # fmt: skip
+    return out, Int8Parts(values, scales, (columns, columns)), amax
 
 
 # The same functions, compiled as parts of a Gluon kernel.
