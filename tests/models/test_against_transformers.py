@@ -31,7 +31,7 @@ from tests.suites import examples
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-DENSE: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
+DENSE: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 MIXTURES: tuple[Family, ...] = ("mixtral", "qwen3_moe")
 ORIGINAL, LENGTHS = 32, (70, 3)
 """The context before any stretch, and the lengths of the packed sequences."""
@@ -86,6 +86,10 @@ def configurations(draw: st.DrawFn, families: Sequence[Family]) -> "PreTrainedCo
         values["max_window_layers"] = draw(st.integers(0, 2))
     if family in MIXTURES:
         values |= draw(experts(family))
+    if family == "smollm3":
+        values["no_rope_layers"] = draw(st.sampled_from([None, [0, 1], [1, 0], [0, 0]]))
+        values["no_rope_layer_interval"] = draw(st.integers(1, 3))
+        values["pad_token_id"] = None
     return AutoConfig.for_model(family, **values)
 
 
@@ -227,6 +231,25 @@ def check_logits_and_gradients(hf_config: "PreTrainedConfig", seed: int) -> None
 @settings(max_examples=examples(12), deadline=None, suppress_health_check=QUICK)
 @given(configurations((*DENSE, *MIXTURES)), st.integers(0, 1000))
 def test_greedy_tokens_of_the_engine(hf_config: "PreTrainedConfig", seed: int) -> None:
+    check_engine(hf_config, seed)
+
+
+def test_layers_with_and_without_rotary_positions() -> None:
+    """A forward has both, whichever comes first."""
+    from transformers import SmolLM3Config
+
+    for layers in ([0, 1, 0], [1, 0, 1]):
+        config = SmolLM3Config(
+            vocab_size=50, hidden_size=48, intermediate_size=64, num_hidden_layers=3,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256,
+            no_rope_layers=layers, initializer_range=0.15, pad_token_id=None,
+            attn_implementation="eager",
+        )  # fmt: skip
+        check_logits_and_gradients(config, 0)
+        check_engine(config, 0)
+
+
+def check_engine(hf_config: "PreTrainedConfig", seed: int) -> None:
     """Over the pages of the KV cache: each token is theirs after the same tokens before it."""
     model = random_model(hf_config, seed)
     policy = as_policy(model)

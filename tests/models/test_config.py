@@ -37,6 +37,7 @@ SAID_OTHERWISE = {
     "attention_bias",  # Qwen2 has them whatever it says
     "decoder_sparse_step",  # as the next, layers without experts
     "mlp_only_layers",
+    "pad_token_id",  # which counts in reward models alone
     "rope_parameters",  # null in it is a default
     "dtype",
 }
@@ -46,6 +47,13 @@ SAID_OTHERWISE = {
 def make_config(family: Family = "qwen3", **changes: Any) -> ModelConfig:
     config = ModelConfig(family, 64, 48, 40, 3, 4, 2, 16, 128, 1e-5, 1e6, tied_embeddings=False)
     return replace(config, **({"experts": EXPERTS.get(family)} | changes))
+
+
+def partly_turned(family: Family) -> list[ModelConfig]:
+    """Configurations with layers without rotary positions, where a family can have them."""
+    if FAMILIES[family].default_no_rope_interval is None:
+        return []
+    return [make_config(family, no_rope_layers=layers) for layers in ((), (0, 2), (0, 1, 2))]
 
 
 def windowed(family: Family) -> list[ModelConfig]:
@@ -66,7 +74,12 @@ def written_by_transformers(config: ModelConfig, folder: Path) -> dict[str, Any]
 @pytest.mark.parametrize("family", NAMES)
 def test_round_trip_here_and_through_transformers(family: Family, tmp_path: Path) -> None:
     configs = [make_config(family, rope_scaling=scaling) for scaling in SCALINGS]
-    for config in [*configs, make_config(family, tied_embeddings=True), *windowed(family)]:
+    for config in [
+        *configs,
+        make_config(family, tied_embeddings=True),
+        *windowed(family),
+        *partly_turned(family),
+    ]:
         assert ModelConfig.from_hf(config.to_hf(), "ours") == config
         again = written_by_transformers(config, tmp_path)
         assert "rope_scaling" not in again, "transformers writes the newer notation alone"
@@ -107,6 +120,8 @@ def test_keys_that_are_missing_are_what_transformers_takes() -> None:
     for key in ("rope_theta", "rope_parameters"):
         del bare[key]
     assert ModelConfig.from_hf(bare, "config.json").rope_theta == 1e6
+    assert read("smollm3", no_rope_layers=None).no_rope_layers == ()
+    assert read("smollm3", num_hidden_layers=9, no_rope_layers=None).no_rope_layers == (3, 7)
 
 
 def test_experts_by_either_name_and_dense_layers_by_either_way() -> None:
@@ -186,6 +201,27 @@ PUBLISHED: dict[str, str] = {
         "router_aux_loss_coef": 0.001, "sliding_window": null, "tie_word_embeddings": false,
         "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true,
         "use_sliding_window": false, "vocab_size": 151936}""",
+    "smollm3-3b": """{"architectures": ["SmolLM3ForCausalLM"], "attention_bias": false,
+        "attention_dropout": 0.0, "bos_token_id": null, "eos_token_id": 128012,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+        "intermediate_size": 11008, "layer_types": ["full_attention", "full_attention",
+        "full_attention", "full_attention", "full_attention", "full_attention",
+        "full_attention", "full_attention", "full_attention", "full_attention",
+        "full_attention", "full_attention", "full_attention", "full_attention",
+        "full_attention", "full_attention", "full_attention", "full_attention",
+        "full_attention", "full_attention", "full_attention", "full_attention",
+        "full_attention", "full_attention", "full_attention", "full_attention",
+        "full_attention", "full_attention", "full_attention", "full_attention",
+        "full_attention", "full_attention", "full_attention", "full_attention",
+        "full_attention", "full_attention"],
+        "max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": false,
+        "model_type": "smollm3", "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0, 1,
+        1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1,
+        1, 0], "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4,
+        "pad_token_id": 128004, "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": null,
+        "rope_theta": 5000000.0, "sliding_window": null, "torch_dtype": "bfloat16",
+        "transformers_version": "4.54.0.dev0", "use_cache": false, "use_sliding_window": false,
+        "vocab_size": 128256}""",
     "mixtral-8x7b": """{"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0,
         "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096,
         "initializer_range": 0.02, "intermediate_size": 14336,
@@ -256,6 +292,11 @@ def test_what_is_harmless_is_ignored() -> None:
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size"),
         ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ("llama", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers = "),
+        ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers = \[1, 0\] .*each of 3 layers"),
+        ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers = .*expected a 0 or 1"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "_interval = 0"),
+        ("smollm3", {"use_sliding_window": True}, "use_sliding_window = True"),
         ("llama", {"residual_multiplier": 0.22}, "residual_multiplier = 0.22"),
         ("llama", {"query_pre_attn_scalar": 256}, "query_pre_attn_scalar = 256"),
     ],
@@ -328,7 +369,8 @@ PARAMETERS = {
     "qwen2.5-7b": 7_615_616_512, "qwen3-32b": 32_762_123_264, "smollm2-135m": 134_515_008,
     "smollm2-360m": 361_821_120, "llama-3.2-1b": 1_235_814_400, "llama-3.1-8b": 8_030_261_248,
     "mistral-7b": 7_241_732_096, "qwen3-30b-a3b": 30_532_122_624, "mixtral-8x7b": 46_702_792_704,
-    "qwen2.5-32b": 32_763_876_352, "llama-3.1-70b": 70_553_706_496,
+    "smollm3-3b": 3_075_098_624, "qwen2.5-32b": 32_763_876_352,
+    "llama-3.1-70b": 70_553_706_496,
     "moe-2.7b": 2_715_883_520,  # of no checkpoint
 }  # fmt: skip
 """As Hugging Face counts those checkpoints."""

@@ -393,6 +393,8 @@ class RopeTable:
 
     cos: torch.Tensor
     sin: torch.Tensor
+    unturned: "RopeTable | None" = None
+    """The table of layers without rotary positions, of ones and zeros, where a decoder has any."""
 
     @classmethod
     def build(
@@ -407,8 +409,20 @@ class RopeTable:
             sin[first : first + _ROWS] = angles.sin().mul_(attention_scaling)
         return cls(cos, sin)
 
+    def with_unturned(self) -> "RopeTable":
+        """The same, for a decoder with layers without rotary positions."""
+        unturned = RopeTable(torch.ones_like(self.cos), torch.zeros_like(self.sin))
+        return RopeTable(self.cos, self.sin, unturned)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.cos, self.sin] + ([] if self.unturned is None else self.unturned.tensors())
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RopeTable":
+        unturned = None if self.unturned is None else self.unturned.map(function)
+        return RopeTable(function(self.cos), function(self.sin), unturned)
+
     def to(self, device: torch.device) -> "RopeTable":
-        return RopeTable(self.cos.to(device), self.sin.to(device))
+        return self.map(lambda x: x.to(device))
 
     def rows(self, positions: torch.Tensor) -> "RopeTable":
         """The rows of positions int64 [T], shaped [T, 1, D/2] to broadcast over heads."""

@@ -179,12 +179,16 @@ class Attention:
         plain = weights.plain
         path = f"layers.{self._layer}"
         scale_bytes, maxima = self._tensor_scales(weights)
+        rope = weights.rope
+        if self._layer in config.no_rope_layers:
+            assert rope.unturned is not None
+            rope = rope.unturned
         return QkvTransform(
             config.num_heads // weights.tensor_parallel.size,
             config.num_kv_heads // weights.tensor_parallel.size,
             config.head_dim,
-            weights.rope.cos,
-            weights.rope.sin,
+            rope.cos,
+            rope.sin,
             config.rms_epsilon,
             plain[f"{path}.q_norm.weight"] if config.qk_norm else None,
             plain[f"{path}.k_norm.weight"] if config.qk_norm else None,

@@ -23,7 +23,13 @@ from isobit.config.model_shape import (
     Family,
 )
 from isobit.models.config_fields import ConfigFields, is_neutral
-from isobit.models.families import ARCHITECTURES, FAMILIES, FEATURES, REWARD_ARCHITECTURES
+from isobit.models.families import (
+    ARCHITECTURES,
+    FAMILIES,
+    FEATURES,
+    NO_ROPE_KEYS,
+    REWARD_ARCHITECTURES,
+)
 from isobit.models.rope import Llama3Scaling, RopeScaling, read_rope, rope_json
 from isobit.util.errors import ConfigError, ModelError
 
@@ -98,6 +104,8 @@ class ModelConfig:
     """The number of keys that a query sees, including its own; None: all before it."""
     full_layers: int = 0
     """The number of first layers without a window."""
+    no_rope_layers: tuple[int, ...] = ()
+    """Layers whose queries and keys are not turned by their positions."""
     tokenizer_size: int | None = None
     """The number of lm_head's first rows that are tokens of the tokenizer, where there are more
     rows: the others are left out of the distribution. None: every row is in it.
@@ -198,7 +206,7 @@ class ModelConfig:
             "max_positions": positions,
             "rms_epsilon": fields.number("rms_norm_eps", 1e-30, 1),
             "rope_theta": theta,
-            "tied_embeddings": fields.flag("tie_word_embeddings", False),
+            "tied_embeddings": fields.flag("tie_word_embeddings", FAMILIES[family].default_tied),
             "rope_scaling": scaling,
             "experts": _read_experts(fields, family, layers),
             "score_head": scores,
@@ -208,6 +216,7 @@ class ModelConfig:
             else None,
         }
         values |= _read_window(fields, family, layers)
+        values["no_rope_layers"] = _read_no_rope(fields, family, layers)
         try:
             return cls(**values)
         except ModelError as error:
@@ -237,6 +246,7 @@ class ModelConfig:
             "tie_word_embeddings": self.tied_embeddings,
             **rope_json(self.rope_theta, self.rope_scaling),
             **self._window_json(),
+            **self._no_rope_json(),
             **self._experts_json(),
             "dtype": "bfloat16",
         }
@@ -249,6 +259,13 @@ class ModelConfig:
             return {}
         upper = {"use_sliding_window": True, "max_window_layers": self.full_layers}
         return upper | {"sliding_window": self.sliding_window}
+
+    def _no_rope_json(self) -> dict[str, Any]:
+        if FAMILIES[self.family].default_no_rope_interval is None:
+            return {}
+        rotary = [int(layer not in self.no_rope_layers) for layer in range(self.num_layers)]
+        # a missing id is 128,004 to transformers, perhaps beyond the vocabulary
+        return {"no_rope_layers": rotary, "pad_token_id": self.pad_token_id}
 
     def _experts_json(self) -> dict[str, Any]:
         experts, keys = self.experts, FAMILIES[self.family].experts
@@ -313,8 +330,9 @@ def _refuse_unsupported(fields: ConfigFields, family: Family) -> None:
         raise fields.refusal("attention_bias")
     if fields.has("quantization_config"):
         raise fields.refusal("quantization_config")
+    computed = () if FAMILIES[family].default_no_rope_interval is None else NO_ROPE_KEYS
     for key, neutral in FEATURES.items():
-        if not is_neutral(fields.values.get(key), neutral):
+        if key not in computed and not is_neutral(fields.values.get(key), neutral):
             raise fields.refusal(key)
 
 
@@ -352,6 +370,27 @@ def _read_window(fields: ConfigFields, family: Family, layers: int) -> dict[str,
     if kinds is not None and kinds != expected:
         raise fields.refusal("layer_types", "sliding_window and its neighbours say otherwise")
     return {"sliding_window": window, "full_layers": full_layers}
+
+
+def no_rope_layers(interval: int, layers: int) -> tuple[int, ...]:
+    """Every layer with a number, from 1 on, that ``interval`` divides."""
+    return tuple(range(interval - 1, layers, interval))
+
+
+def _read_no_rope(fields: ConfigFields, family: Family, layers: int) -> tuple[int, ...]:
+    """A list with 1 for every layer that has rotary positions, or else the interval of those that
+    have not.
+    """
+    default = FAMILIES[family].default_no_rope_interval
+    if default is None:
+        return ()
+    rotary = fields.list_of("no_rope_layers", int)
+    if rotary is None:
+        interval = fields.integer("no_rope_layer_interval", 1, MAX_LAYERS, default)
+        return no_rope_layers(interval, layers)
+    if len(rotary) < layers or not {*rotary} <= {0, 1}:
+        raise fields.refusal("no_rope_layers", f"expected a 0 or 1 for each of {layers} layers")
+    return tuple(layer for layer in range(layers) if not rotary[layer])
 
 
 def _read_experts(fields: ConfigFields, family: Family, layers: int) -> Experts | None:
@@ -434,6 +473,11 @@ SHAPES: dict[str, ModelConfig] = {
         *("mistral", 32000, 4096, 14336, 32, 32, 8, 128, 32768, 1e-5, 1e4),
         tied_embeddings=False,
         sliding_window=4096,
+    ),
+    "smollm3-3b": ModelConfig(
+        *("smollm3", 128256, 2048, 11008, 36, 16, 4, 128, 65536, 1e-6, 5e6),
+        tied_embeddings=True,
+        no_rope_layers=no_rope_layers(4, 36),
     ),
     "qwen3-30b-a3b": ModelConfig(
         *("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 128, 40960, 1e-6, 1e6),

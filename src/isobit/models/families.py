@@ -1,6 +1,7 @@
 """The families of checkpoints that the decoder computes.
 
-All families are one decoder: pre-norm, RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+All families are one decoder: pre-norm, RMSNorm, rotary positions (perhaps not in every layer),
+grouped-query attention, SwiGLU.
 ``FAMILIES`` has their differences and their defaults for missing keys.
 """
 
@@ -42,6 +43,11 @@ class Traits:
     windows: Literal["none", "every layer", "upper layers"] = "none"
     """The layers that a sliding window applies to, if config.json enables one."""
     default_window: int | None = None
+    default_tied: bool = False
+    default_no_rope_interval: int | None = None
+    """Every layer with a number that this divides has no rotary positions, if config.json does not
+    say which; None: all layers of the family have them.
+    """
     experts: ExpertNames | None = None
 
 
@@ -62,6 +68,13 @@ FAMILIES: dict[Family, Traits] = {
         "MistralForSequenceClassification",
         windows="every layer",
         default_window=4096,
+    ),
+    "smollm3": Traits(
+        "SmolLM3ForCausalLM",
+        "SmolLM3ForSequenceClassification",
+        default_rope_theta=2e6,
+        default_tied=True,
+        default_no_rope_interval=4,
     ),
     "qwen3_moe": Traits(
         "Qwen3MoeForCausalLM",
@@ -124,3 +137,6 @@ FEATURES: dict[str, tuple[Any, ...]] = {
 null and false) that do not. A folder that asks for one is refused, even if stock transformers reads
 it as one of our families: what its author meant is not what we compute.
 """
+
+NO_ROPE_KEYS = "no_rope_layers", "no_rope_layer_interval"
+"""Those of ``FEATURES`` that a family with layers without rotary positions does compute."""

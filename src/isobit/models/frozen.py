@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from isobit.config.precision import PrecisionConfig
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer
 from isobit.kernels.backend import Backend
-from isobit.kernels.operands import LinearWeight, Operand, RopeTable
+from isobit.kernels.operands import LinearWeight, Operand
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import LM_HEAD, Decoder, build_decoder, decoder_shape
 from isobit.models.folder import read_config, read_masters, read_reward_config
@@ -269,7 +269,7 @@ def _named(weights: Weights, decoder: Decoder) -> dict[str, torch.Tensor]:
 
 def _held(weights: Weights, decoder: Decoder) -> list[torch.Tensor]:
     """Every tensor that the decoder reads, once, in a fixed order."""
-    tensors = [*_named(weights, decoder).values(), weights.rope.cos, weights.rope.sin]
+    tensors = [*_named(weights, decoder).values(), *weights.rope.tensors()]
     for derived in () if weights.head is None else weights.head.tensors:
         if not any(derived is tensor for tensor in tensors):
             tensors.append(derived)
@@ -301,7 +301,7 @@ def _copy(weights: Weights, decoder: Decoder, graph: Graph) -> Weights:
         for path, one in weights.linears.items()
     }
     plain = {name: copies[id(x)] for name, x in weights.plain.items() if id(x) in copies}
-    rope = RopeTable(copies[id(weights.rope.cos)], copies[id(weights.rope.sin)])
+    rope = weights.rope.map(lambda tensor: copies[id(tensor)])
     head = None if weights.head is None else weights.head.map(lambda tensor: copies[id(tensor)])
     return Weights(weights.backend, rope, graph, linears, plain, head)
 

@@ -467,7 +467,8 @@ def write_folder(
     folder.mkdir(parents=True, exist_ok=True)
     described = config.to_hf()
     if tokenizer_from is not None:
-        described = _token_ids(tokenizer_from) | described
+        given = {key: value for key, value in described.items() if value is not None}
+        described |= _token_ids(tokenizer_from) | given
         copy_tokenizer(tokenizer_from, folder)
     if contents.quantization is not None:
         described["quantization_config"] = contents.quantization

@@ -15,7 +15,8 @@ from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import Objective
 from isobit.data.stop_tokens import stop_token_ids
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer, pad_token_id, tokenizer_size
-from isobit.models.config import Experts, Lora, ModelConfig
+from isobit.models.config import Experts, Lora, ModelConfig, no_rope_layers
+from isobit.models.families import FAMILIES
 from isobit.models.folder import (
     DescribedModel,
     LoadedModel,
@@ -167,7 +168,13 @@ def decoder_of(shape: ModelShape, tokens: int) -> ModelConfig:
         tied_embeddings=shape.tied_embeddings,
         experts=_experts(shape),
         sliding_window=shape.sliding_window,
+        no_rope_layers=_no_rope_layers(shape),
     )
+
+
+def _no_rope_layers(shape: ModelShape) -> tuple[int, ...]:
+    interval = FAMILIES[shape.family].default_no_rope_interval
+    return () if interval is None else no_rope_layers(interval, shape.num_layers)
 
 
 def check_shape(shape: ModelShape) -> None:

@@ -46,8 +46,15 @@ from math import log, log2
 
 import torch
 
-from isobit.kernels.operands import QkvTransform, RopeTable, observe_heads, rounded
-from isobit.kernels.spec.qkv import Heads, factors, fixed_bytes, stack_heads, transform_qkv
+from isobit.kernels.operands import QkvTransform, observe_heads, rounded
+from isobit.kernels.spec.qkv import (
+    Heads,
+    RopeRows,
+    factors,
+    fixed_bytes,
+    stack_heads,
+    transform_qkv,
+)
 from isobit.kernels.spec.quantise import reciprocal_of_byte
 from isobit.precision.flow import Graph
 from isobit.precision.quant_tensor import AMAX_FLOOR, E4M3, E8M0_BIAS, Format
@@ -290,8 +297,7 @@ class PackedAttention:
             site.forward for site in graph.sites if site.kind == "attention"
         ]
         self._groups, self._inverse = _pad(lengths)
-        self._positions = positions
-        self._rows: RopeTable | None = None
+        self._rope = RopeRows(positions)
 
     def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
         """[T, (H + 2 G) D] -> [T, H D]."""
@@ -301,10 +307,8 @@ class PackedAttention:
         self, layer: int, qkv: torch.Tensor, transform: QkvTransform
     ) -> tuple[torch.Tensor, Attended]:
         """[T, (H + 2 G) D] -> [T, H D], and what the backward reads."""
-        if self._rows is None:
-            self._rows = RopeTable(transform.cos, transform.sin).rows(self._positions)
         format = self._formats[layer]
-        made = transform_qkv(layer, qkv, transform, self._rows)
+        made = transform_qkv(layer, qkv, transform, self._rope.of(transform))
         q, k, v = (
             Heads.encode(x, format, fixed)
             for x, fixed in zip(made, fixed_bytes(transform), strict=True)

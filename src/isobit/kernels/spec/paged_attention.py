@@ -24,14 +24,13 @@ from isobit.kernels.operands import (
     KvShape,
     PagedBatch,
     QkvTransform,
-    RopeTable,
     is_observed,
     kv_formats,
     observe_heads,
     rounded,
 )
 from isobit.kernels.spec.attention import TILE, KeyTile, attend
-from isobit.kernels.spec.qkv import Heads, fixed_bytes, transform_qkv
+from isobit.kernels.spec.qkv import Heads, RopeRows, fixed_bytes, transform_qkv
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import DTYPES, E4M3, Format
 
@@ -152,8 +151,8 @@ class PagedAttention:
 
     def __init__(self, cache: SpecKvCache, batch: PagedBatch, positions: torch.Tensor) -> None:
         """``positions`` int64 [T], of the new tokens."""
-        self._cache, self._slots, self._positions = cache, batch.slots, positions
-        self._rows: RopeTable | None = None
+        self._cache, self._slots = cache, batch.slots
+        self._rope = RopeRows(positions)
         counts = torch.tensor(batch.counts)
         lengths = torch.tensor(batch.lengths)
         starts = counts.cumsum(0) - counts
@@ -173,9 +172,7 @@ class PagedAttention:
 
     def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
         """[T, (H + 2 G) D] -> [T, H D]."""
-        if self._rows is None:
-            self._rows = RopeTable(transform.cos, transform.sin).rows(self._positions)
-        q, k, v = transform_qkv(layer, qkv, transform, self._rows)
+        q, k, v = transform_qkv(layer, qkv, transform, self._rope.of(transform))
         given = transform.scale_bytes
         self._cache.write(layer, self._slots, k, v, None if given is None else given[1:])
         heads = Heads.encode(q, self._cache.formats[layer], fixed_bytes(transform)[0])

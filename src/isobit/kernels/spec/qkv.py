@@ -144,6 +144,24 @@ def rotate(x: torch.Tensor, table: RopeTable) -> torch.Tensor:
     return torch.cat([x1 * table.cos - x2 * table.sin, x2 * table.cos + x1 * table.sin], -1)
 
 
+class RopeRows:
+    """The rows of a forward's positions, int64 [T], in the one or two rotary tables of its layers,
+    each looked up once.
+    """
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self._positions = positions
+        self._rows: list[tuple[torch.Tensor, RopeTable]] = []
+
+    def of(self, transform: QkvTransform) -> RopeTable:
+        for cos, rows in self._rows:
+            if cos is transform.cos:
+                return rows
+        rows = RopeTable(transform.cos, transform.sin).rows(self._positions)
+        self._rows.append((transform.cos, rows))
+        return rows
+
+
 def transform_qkv(
     layer: int, qkv: torch.Tensor, transform: QkvTransform, table: RopeTable
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
