@@ -17,6 +17,7 @@ from isobit.models.decoder import Scorable
 from isobit.models.mlp import RouterCoefficients, Routes
 from isobit.models.packed_pass import PackedPass, target_states
 from isobit.models.policy import Policy
+from isobit.models.shared_prefix import RowSum, SharedRows
 from isobit.models.teacher import Teacher
 from isobit.precision.quant_tensor import Side
 from isobit.records.batch import PackedBatch, TokenScores
@@ -79,8 +80,10 @@ class ScoredPass:
             batch.lengths,
             recompute,
             self._routes,
+            SharedRows.of(batch, to_device),
         )
-        self._rows, self._targets = to_device(batch.rows), to_device(batch.targets)
+        self._rows = to_device(batch.predicting_rows)
+        self._targets = to_device(batch.targets)
         self._temperatures = to_device(batch.temperatures)
         self._hidden: torch.Tensor | None = None
         self._teacher, self._teacher_hidden = teacher, None
@@ -132,8 +135,12 @@ class ScoredPass:
             through = self._through_value(hidden, d_values)
             d_rows = through if d_rows is None else d_rows.add_(through)
         assert d_rows is not None, "the loss depends on no score"
-        tokens = self.batch.token_ids.numel()
-        return d_rows.new_zeros((tokens, hidden.shape[1])).index_copy_(0, self._rows, d_rows)
+        batch = self.batch
+        if batch.row_of is None:
+            d_hidden = d_rows.new_zeros((batch.num_rows, hidden.shape[1]))
+            return d_hidden.index_copy_(0, self._rows, d_rows)
+        to_device = self._policy.backend.to_device
+        return RowSum.of(batch.predicting_rows, batch.num_rows, to_device)(d_rows)
 
     def _through_head(
         self,
@@ -206,7 +213,7 @@ def _routes_with_loss(
     if not policy.decoder.is_sparse:
         return None
     weights = coefficients or RouterCoefficients()
-    means = policy.backend.to_device(sequence_means(batch.lengths))
+    means = policy.backend.to_device(sequence_means(batch.lengths, batch.row_of))
     return policy.decoder.routes(RouterLoss(means, weights.balance, weights.z))
 
 
