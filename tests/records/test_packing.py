@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from isobit.records.packing import (
     TOKENS_A_ROW,
+    answers_within,
     first_fit_decreasing,
     pack,
     sequences_of,
@@ -173,6 +174,17 @@ def test_a_prompt_is_repeated_where_its_completions_exceed_the_budget() -> None:
     many = [TokenSequence.of_answer([7] * 100, [number]) for number in range(9)]
     assert [len(one.lengths) for one in pack(many, 110, shared_prefix=True)] == [4, 4, 1]
     assert [len(one.lengths) for one in pack(many, 110)] == [1] * 9
+
+
+@given(st.integers(1, 300), st.integers(1, 60), st.integers(1, 20))
+def test_the_number_of_answers_in_a_micro_batch_is_known_before(
+    budget: int, prompt: int, answer: int
+) -> None:
+    samples = [TokenSequence.of_answer([7] * prompt, [5] * answer) for _ in range(200 // answer)]
+    most = answers_within(budget, prompt, answer)
+    counts = [len(one.lengths) for one in pack(samples, budget, shared_prefix=True)]
+    assert counts[0] == min(most, len(samples))
+    assert sum(counts) == len(samples) and len(counts) == -(-len(samples) // most)
 
 
 def test_dtypes() -> None:

@@ -169,6 +169,12 @@ def _units(sequences: Sequence[TokenSequence], budget: int) -> list[_Unit]:
     return found
 
 
+def answers_within(budget: int, prompt: int, answer: int) -> int:
+    """Completions of one length that a micro-batch takes with their prompt, at least 1."""
+    by_rows, by_tokens = (budget - prompt) // answer, TOKENS_A_ROW * budget // (prompt + answer)
+    return max(1, min(by_rows, by_tokens))
+
+
 def _prompt(sequence: TokenSequence) -> Integers:
     """The tokens before the first in the loss mask; all of them where none is."""
     mask = sequence.loss_mask
