@@ -154,7 +154,7 @@ def micro_batch_bytes(
         master.grad = torch.empty_like(master)
     batch = batch or meta_batch(lengths)
     ids, positions = batch.token_ids.to(META), batch.positions.to(META)
-    shared = SharedRows.of(batch, lambda x: x.to(META))
+    shared = None if batch.row_of is None else SharedRows.of(batch, lambda x: x.to(META))
     numbers = torch.empty(len(batch.rows), device=META)
     with LiveBytes() as layers:
         PackedPass(policy, ids, positions, lengths, recompute, shared=shared).forward()

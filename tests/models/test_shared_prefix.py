@@ -213,7 +213,6 @@ def test_attention_sums_in_the_order_of_the_sequences(dtype: torch.dtype) -> Non
     policy = make("bf16")
     (batch,) = pack(answers(65, (20, 20, 20, 20)), 1000, shared_prefix=True)
     shared = SharedRows.of(batch, lambda x: x)
-    assert shared is not None
     layout = (policy, batch.token_ids, batch.positions, batch.lengths, "none", None, shared)
     assert PackedPass(*layout).forward().shape == (65 + 4 * 20, 128)
     generator = torch.Generator().manual_seed(0)

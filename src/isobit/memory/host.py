@@ -186,15 +186,9 @@ def estimate_memory(
     pages = num_pages_for(shape, flow, rollout, sizes)
     pages_key = "rollout.kv_memory_gib" if rollout.kv_pages is None else "rollout.kv_pages"
     largest_forward = max(tokens, batched_tokens(rollout, sizes))
-    passing = passing_bytes(
-        shape,
-        flow,
-        sizes,
-        training.recompute,
-        largest_forward,
-        longest,
-        attended=attended_tokens(training, tokens, longest),
-    )
+    attended = attended_tokens(training, tokens, longest)
+    limits = training.recompute, largest_forward, longest
+    passing = passing_bytes(shape, flow, sizes, *limits, attended=attended)
     share, several = share_of(shape, processes), training.slots > 1
     on_their_way = share.made + share.made_by_head + share.arriving
     stays = (

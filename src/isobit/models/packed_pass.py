@@ -131,10 +131,12 @@ def target_states(
     formats of a side, and their rows, int64 [N], on the device. Routing goes to ``routes``.
     """
     to_device = model.backend.to_device
-    positions, rows = to_device(batch.positions), to_device(batch.predicting_rows)
+    positions, rows = to_device(batch.positions), to_device(batch.rows)
     attend = model.backend.packed_attention(model.flow.graph(side), batch.lengths, positions)
     token_ids = to_device(batch.token_ids)
-    if (shared := SharedRows.of(batch, to_device)) is not None:
+    if batch.row_of is not None:
+        shared = SharedRows.of(batch, to_device)
         attend, token_ids = SharedAttention(attend, shared), shared.first(token_ids)
+        rows = shared.predicting
     hidden = model.decoder.hidden_states(model.weights(side), token_ids, attend, routes)
     return hidden.index_select(0, rows), rows

@@ -97,13 +97,18 @@ class SharedRows:
     """int64 [T]"""
     sum: RowSum
     """[T, ...] -> [U, ...]"""
+    predicting: torch.Tensor
+    """int64 [N]: the row that predicts each target."""
+    predicting_sum: RowSum
+    """[N, ...] -> [U, ...]"""
 
     @classmethod
-    def of(cls, batch: PackedBatch, move: Move) -> "SharedRows | None":
-        """None where every token has a row of its own."""
-        if (row_of := batch.row_of) is None:
-            return None
-        return cls(move(row_of), RowSum.of(row_of, int(row_of.max()) + 1, move))
+    def of(cls, batch: PackedBatch, move: Move) -> "SharedRows":
+        """Of a batch in which sequences share rows."""
+        assert batch.row_of is not None, "every token has a row of its own"
+        row_of, predicting, count = batch.row_of, batch.predicting_rows, batch.num_rows
+        own, of_targets = (RowSum.of(rows, count, move) for rows in (row_of, predicting))
+        return cls(move(row_of), own, move(predicting), of_targets)
 
     def first(self, x: torch.Tensor) -> torch.Tensor:
         """[T, ...] -> [U, ...], of the first token of each row."""

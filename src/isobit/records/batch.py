@@ -61,7 +61,7 @@ class PackedBatch:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the forward, at most T."""
+        """The rows of the forward, at most T."""
         return len(self.token_ids) if self.row_of is None else int(self.row_of.max()) + 1
 
     @property
