@@ -107,7 +107,7 @@ def gradients(
     return found
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_scores_have_the_bits_of_sequences_that_share_nothing(preset: Preset, shape: str) -> None:
@@ -123,7 +123,7 @@ def test_scores_have_the_bits_of_sequences_that_share_nothing(preset: Preset, sh
         assert_same_bits(expected, by_sequence(shared, passed))
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_gradients_repeat_whatever_is_computed_again(preset: Preset, shape: str) -> None:
@@ -136,7 +136,7 @@ def test_gradients_repeat_whatever_is_computed_again(preset: Preset, shape: str)
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_one_answer_has_the_gradients_of_a_sequence_that_shares_nothing(
