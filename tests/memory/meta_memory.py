@@ -25,7 +25,10 @@ from isobit.models.decoder import build_decoder
 from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy
 from isobit.models.scorer import ScoredPass
+from isobit.models.shared_prefix import SharedRows
 from isobit.records.batch import PackedBatch
+from isobit.records.packing import lay_end_to_end
+from isobit.records.sequence import TokenSequence
 from tests.models.policies import whole_batch
 
 META = torch.device("meta")
@@ -130,17 +133,31 @@ def meta_batch(lengths: tuple[int, ...]) -> PackedBatch:
     return whole_batch(torch.empty(sum(lengths), dtype=torch.int64, device=META), lengths)
 
 
+def shared_batch(prompt: int, answers: tuple[int, ...]) -> PackedBatch:
+    """Answers to one prompt, whose rows they share; on the host."""
+    given = [7] * prompt
+    sequences = [TokenSequence.of_answer(given, [5] * length) for length in answers]
+    return lay_end_to_end(sequences, shared_prefix=True)
+
+
 def micro_batch_bytes(
-    policy: Policy, lengths: tuple[int, ...], recompute: Recompute
+    policy: Policy,
+    lengths: tuple[int, ...],
+    recompute: Recompute,
+    batch: PackedBatch | None = None,
 ) -> dict[Literal["forward", "saved", "peak"], int]:
     """What forward and backward take beside weights, gradients and the batch itself: at most in the
-    layers' forward, saved when the loss is there, and at most.  Every token is a target.
+    layers' forward, saved when the loss is there, and at most.  Every token is a target, or those
+    of ``batch``.
     """
     for master in policy.parameters():
         master.grad = torch.empty_like(master)
-    batch, numbers = meta_batch(lengths), torch.empty(sum(lengths), device=META)
+    batch = batch or meta_batch(lengths)
+    ids, positions = batch.token_ids.to(META), batch.positions.to(META)
+    shared = None if batch.row_of is None else SharedRows.of(batch, lambda x: x.to(META))
+    numbers = torch.empty(len(batch.rows), device=META)
     with LiveBytes() as layers:
-        PackedPass(policy, batch.token_ids, batch.positions, lengths, recompute).forward()
+        PackedPass(policy, ids, positions, lengths, recompute, shared=shared).forward()
     with LiveBytes() as live:
         scored = ScoredPass(policy, batch, recompute)
         scored.forward()

@@ -19,7 +19,7 @@ from isobit.kernels.sizes import AttentionShape
 from isobit.memory.activations import passing_bytes, saved_bytes
 from isobit.memory.cache_size import RESERVE
 from isobit.memory.device import Card, DevicePlan, DevicePlanner, read_card
-from isobit.memory.host import share_of
+from isobit.memory.host import attended_tokens, share_of
 from isobit.models.config import Lora, ModelConfig, model_shape
 from isobit.models.decoder import decoder_shape, master_shapes, parameter_count
 from isobit.models.policy import Policy
@@ -204,6 +204,40 @@ def test_experts_are_within_what_is_planned(
         assert saved + beside == pytest.approx(measured["saved"], rel=0.005)
         assert -0.005 < (saved + share.made + max(passing.values())) / measured["peak"] - 1 < 0.13
         assert (saved + passing["a layer, forward"]) / measured["forward"] > 0.99
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("recompute", LEVELS)
+@pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
+def test_rows_that_are_shared_are_within_what_is_planned(
+    preset: str, recompute: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upper bound: attention is planned beside a layer of rows without sharing."""
+    meta_memory.without_launches(monkeypatch)
+    config = replace(QWEN3_8B, num_layers=4)
+    policy, share = meta_memory.meta_policy(config, precision(preset)), share_of(config, 1)
+    for prompt, answers in ((2048, (1024,) * 8), (2048, (256,) * 6), (8192, (512,) * 5)):
+        batch = meta_memory.shared_batch(prompt, answers)
+        measured = meta_memory.micro_batch_bytes(policy, batch.lengths, recompute, batch)
+        tokens, attended = batch.num_rows, sum(batch.lengths)
+        saved = saved_bytes(config, policy.flow, sizes, recompute, tokens)
+        limits = tokens, max(batch.lengths), share.made_by_head, attended
+        passing = passing_bytes(config, policy.flow, sizes, recompute, *limits)
+        beside = 2 * (tokens + sum(answers)) * config.hidden_size
+        assert saved + beside == pytest.approx(measured["saved"], rel=0.005)
+        assert -0.005 < (saved + share.made + max(passing.values())) / measured["peak"] - 1 < 0.2
+        assert (saved + passing["a layer, forward"]) / measured["forward"] > 0.995
+
+
+def test_attention_of_shared_rows_is_bounded_and_planned() -> None:
+    """By the budget, and by what a step has; only with the key."""
+    of_step = {"prompts_per_step": 2, "samples_per_prompt": 8, "recompute": "full"}
+    plain = TrainingConfig.model_validate({"tokens_per_microbatch": 1000, **of_step})
+    sharing = plain.model_copy(update={"shared_prefix": True})
+    found = [attended_tokens(sharing, tokens, 200) for tokens in (500, 1000)]
+    assert found == [2000, 3200] and attended_tokens(plain, 1000, 200) == 0
+    needed = [sum(planner().training_bytes(one, 16384, 8000).values()) for one in (plain, sharing)]
+    assert needed[0] < needed[1]
 
 
 def test_a_mixture_is_planned() -> None:

@@ -56,6 +56,14 @@ def test_each_row_names_its_source_and_card() -> None:
         assert row["seconds"] in times
 
 
+def test_shared_prompts_save_rows_and_neither_attention_nor_the_head() -> None:
+    shared = estimate_step(replace(STEP, length=3072, rows=10240 / 24576))
+    plain, short = estimate_step(replace(STEP, length=3072)), estimate_step(STEP)
+    assert shared.trained == plain.trained and shared.rollout == plain.rollout
+    assert 10240 / 24576 < shared.training / plain.training < 0.7
+    assert estimate_step(replace(STEP, rows=0.5)).training < short.training
+
+
 def test_what_was_measured_is_met() -> None:
     speed = measured_speed()
     assert speed.card == "NVIDIA H200" and speed.ranks == 2

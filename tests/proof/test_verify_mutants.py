@@ -15,6 +15,7 @@ from isobit.kernels.spec.backend import SpecBackend
 from isobit.memory.cache_size import PageAllocator
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.policy import random_policy
+from isobit.models.shared_prefix import SharedRows
 from isobit.proof import verify as verify_module
 from isobit.proof.scenarios import drawn_by, other_weights
 from isobit.proof.verify import VerifyOptions, VerifyResult, verify, verify_policy
@@ -65,6 +66,22 @@ def test_one_unit_in_the_last_place_of_one_log_probability(
     assert result.exit_code == 1
     assert 0 < result.comparison.tokens_differing < result.comparison.tokens_compared
     assert result.comparison.max_abs_diff < 1e-6
+
+
+@pytest.mark.usefixtures("one_scenario")
+def test_a_prompt_whose_rows_are_taken_from_the_token_before(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In attention of sequences that share their prompts, and in no other packing."""
+    exact = SharedRows.first
+
+    def first(self: SharedRows, x: torch.Tensor) -> torch.Tensor:
+        return exact(self, x.roll(1, 0) if x.is_floating_point() else x)
+
+    monkeypatch.setattr(SharedRows, "first", first)
+    (scenario,) = check(tiny_folder).scenarios
+    differing = {name for name, found in scenario.comparisons.items() if found.differs}
+    assert differing == {"shared prefixes"}
 
 
 @pytest.mark.usefixtures("one_scenario")

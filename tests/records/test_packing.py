@@ -11,7 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.records.packing import first_fit_decreasing, pack, sequences_of
+from isobit.records.packing import (
+    TOKENS_A_ROW,
+    answers_within,
+    first_fit_decreasing,
+    pack,
+    sequences_of,
+)
 from isobit.records.sequence import GIVEN, TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from tests.sequences import turns_of
@@ -106,6 +112,79 @@ def test_packing_is_deterministic(samples: list[TokenSequence], budget: int) -> 
     for a, b in zip(pack(samples, budget), pack(samples, budget), strict=True):
         assert a.lengths == b.lengths
         assert torch.equal(a.token_ids, b.token_ids)
+
+
+@st.composite
+def grouped(draw: st.DrawFn) -> list[TokenSequence]:
+    """Completions of a few prompts, in any order; each ends with a token of its own."""
+    prompts = [[10 * prompt + 7] * draw(st.integers(1, 20)) for prompt in range(3)]
+    chosen = draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12)), max_size=16))
+    return [
+        TokenSequence.of_answer(prompts[prompt], [5] * (length - 1) + [1000 + number])
+        for number, (prompt, length) in enumerate(chosen)
+    ]
+
+
+@given(grouped(), budgets)
+def test_shared_prompts_have_their_rows_once_within_both_budgets(
+    samples: list[TokenSequence], budget: int
+) -> None:
+    left = {int(one.token_ids[-1]): one for one in samples}
+    for batch in pack(samples, budget, shared_prefix=True):
+        rows = list(range(len(batch.token_ids)))
+        if batch.row_of is not None:
+            rows = batch.row_of.tolist()
+            assert len(batch.lengths) > 1
+        assert batch.num_rows == len(set(rows)) == max(rows) + 1
+        if len(batch.lengths) > 1:
+            assert batch.num_rows <= budget
+            assert len(batch.token_ids) <= TOKENS_A_ROW * budget
+        seen, first = dict[tuple[int, ...], int](), 0
+        for length in batch.lengths:
+            ids = batch.token_ids[first : first + length].tolist()
+            sample = left.pop(ids[-1])
+            assert ids == sample.token_ids.tolist()
+            prompt = int(sample.loss_mask.argmax())
+            for place in range(length):
+                # one row for a place of each prompt, and for each token behind it
+                key = (*ids[:prompt], place) if place < prompt else (ids[-1], place)
+                assert seen.setdefault(key, rows[first + place]) == rows[first + place]
+            first += length
+        assert len(set(seen.values())) == len(seen), "others have rows of their own"
+        learnt = batch.predicting_rows.tolist()
+        assert learnt == [rows[place] for place in batch.rows.tolist()]
+    assert not left, "samples were lost"
+
+
+@given(samples(), budgets)
+def test_without_a_common_prompt_the_batches_are_those_that_share_nothing(
+    samples: list[TokenSequence], budget: int
+) -> None:
+    plain, sharing = pack(samples, budget), pack(samples, budget, shared_prefix=True)
+    assert [one.lengths for one in plain] == [one.lengths for one in sharing]
+    for one, other in zip(plain, sharing, strict=True):
+        assert torch.equal(one.token_ids, other.token_ids) and other.row_of is None
+
+
+def test_a_prompt_is_repeated_where_its_completions_exceed_the_budget() -> None:
+    """Longest first, each in the first micro-batch with space for it."""
+    samples = [TokenSequence.of_answer([7] * 10, [5] * n) for n in (3, 9, 6, 8, 1)]
+    lengths = [one.lengths for one in pack(samples, 28, shared_prefix=True)]
+    assert lengths == [(19, 18, 11), (16, 13)]
+    many = [TokenSequence.of_answer([7] * 100, [number]) for number in range(9)]
+    assert [len(one.lengths) for one in pack(many, 110, shared_prefix=True)] == [4, 4, 1]
+    assert [len(one.lengths) for one in pack(many, 110)] == [1] * 9
+
+
+@given(st.integers(1, 300), st.integers(1, 60), st.integers(1, 20))
+def test_the_number_of_answers_in_a_micro_batch_is_known_before(
+    budget: int, prompt: int, answer: int
+) -> None:
+    samples = [TokenSequence.of_answer([7] * prompt, [5] * answer) for _ in range(200 // answer)]
+    most = answers_within(budget, prompt, answer)
+    counts = [len(one.lengths) for one in pack(samples, budget, shared_prefix=True)]
+    assert counts[0] == min(most, len(samples))
+    assert sum(counts) == len(samples) and len(counts) == -(-len(samples) // most)
 
 
 def test_dtypes() -> None:

@@ -32,7 +32,7 @@ def test_the_table_declares_every_column_of_a_sequence_and_of_a_batch() -> None:
     beside = {"token_ids", "loss_mask", "temperature", "fresh", "drawn"}
     assert {one.name for one in COLUMNS} == {one.name for one in fields(TokenSequence)} - beside
     packed = {one.packed for one in COLUMNS if one.packed is not None}
-    rows = {"token_ids", "positions", "lengths", "rows", "targets", "sequence"}
+    rows = {"token_ids", "positions", "lengths", "rows", "row_of", "targets", "sequence"}
     assert packed == {one.name for one in fields(PackedBatch)} - rows - {"temperatures", "fresh"}
     for one in COLUMNS:
         required = {x.name for x in fields(TokenSequence) if x.default is MISSING}

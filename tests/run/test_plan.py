@@ -214,8 +214,8 @@ def test_a_gpu_that_is_not_here_is_planned_without_the_weights_and_this_machine(
 def test_an_estimate_on_another_card_or_of_a_reference_says_so(
     make_config: MakeConfig, config_alone: Callable[[str], Path]
 ) -> None:
-    def time(card: str = "h200", **changes: Any) -> tuple[float, str]:
-        training = {"moments": "fp8", "recompute": "full"}
+    def time(card: str = "h200", shared: bool = False, **changes: Any) -> tuple[float, str]:
+        training = {"moments": "fp8", "recompute": "full", "shared_prefix": shared}
         model = str(config_alone("qwen3-0.6b"))
         config = make_config(
             model=model, training=training, rollout={"max_new_tokens": 512}, **changes
@@ -227,6 +227,7 @@ def test_an_estimate_on_another_card_or_of_a_reference_says_so(
     plain, text = time()
     assert "no row is of a card like this one" not in text
     assert "no row is of a card like this one (H100)" in time("h100")[1]
+    assert 0.9 * plain < time(shared=True)[0] < plain, "prompts of few tokens"
     with_reference, text = time(algorithm={"name": "grpo", "kl_coefficient": 0.1})
     assert with_reference > plain and "scoring" in text
     assert time(precision="fp8-rollout")[0] > plain, "log-probabilities are computed again"

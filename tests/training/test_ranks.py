@@ -63,20 +63,23 @@ CASES = [
     {"model": "mixture", "preset": "int8", "moments": "fp32"},
     {"model": "adapters", "preset": "fp8", "moments": "fp8"},
     {"model": "adapters", "preset": "int8", "moments": "fp32"},
+    {"model": "mixture", "preset": "fp8", "moments": "fp32", "samples": 3},
+    {"model": "untied with biases", "preset": "int8", "moments": "bf16", "samples": 5},
 ]
 STEPS = 3
 
 
-def sequences(count: int, seed: int) -> list[TokenSequence]:
-    """Random prompts and answers; the last advantages are 0."""
+def sequences(count: int, seed: int, samples: int = 1) -> list[TokenSequence]:
+    """Random prompts, of which each has so many answers."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(count: int) -> list[int]:
         return torch.randint(300, (count,), generator=generator).tolist()
 
-    found = []
+    found, prompt = [], list[int]()
     for number in range(count):
-        prompt, answer = ids(4 + number % 3), ids(5 + 7 * number % 31)
+        prompt = ids(4 + number % 3) if number % samples == 0 else prompt
+        answer = ids(5 + 7 * number % 31)
         log_probs = torch.rand(len(answer), generator=generator).neg().sub(5).tolist()
         sequence = TokenSequence.of_answer(prompt, answer, log_probs, [1] * len(answer))
         found.append(sequence.with_columns(advantages=[1.0, -1.0, 0.25][number % 3]))
@@ -143,11 +146,12 @@ def train(world: World, cases: Sequence[dict[str, Any]]) -> list[Any]:
     torch.set_num_threads(1)
     algorithm, found = build_algorithm(GrpoConfig()), []
     for case in cases:
-        trainer = make_trainer(case, world)
-        figures = [
-            trainer.update(pack(sequences(7 + step, step), 64), algorithm, compare=True).metrics
+        trainer, samples = make_trainer(case, world), case.get("samples", 1)
+        batches = [
+            pack(sequences(7 + step, step, samples), 64, shared_prefix=samples > 1)
             for step in range(STEPS)
         ]
+        figures = [trainer.update(one, algorithm, compare=True).metrics for one in batches]
         found.append([state(trainer), figures])
     return found
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from isobit.algorithms.objective import Columns, LossOutputs, Shares
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig, PpoConfig
+from isobit.config.precision import Preset
 from isobit.models.policy import Policy
 from isobit.records.batch import PackedBatch, TokenScores
 from isobit.records.sequence import TokenSequence
@@ -122,6 +123,29 @@ def test_an_exact_flow_uses_the_recorded_log_probabilities_and_compares_the_firs
         tokens,
     )
     assert metrics.comparison.max_abs_diff == pytest.approx(0.5, rel=1e-4)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8-rollout", "fp8", "int8"])
+def test_shared_prompts_change_no_log_probability_and_repeat(
+    preset: Preset, make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot
+) -> None:
+    """In several micro-batches, with old log-probabilities recorded and recomputed."""
+    exact, left = preset != "fp8-rollout", list[dict[str, torch.Tensor]]()
+    old = list[list[float]]()
+    for shared in (False, True, True):
+        trainer = make_trainer(preset, shared_prefix=shared, tokens_per_microbatch=80)
+        groups, recorder = make_groups(trainer, samples=6), Recorder()
+        metrics = train_on_groups(trainer, groups, recorder, exact=exact)
+        assert metrics.comparison.tokens_compared == response_tokens(groups)
+        assert metrics.comparison.tokens_differing == 0 < len(recorder.old)
+        assert metrics.metrics["ratio/mean"] == metrics.metrics["ratio/max"] == 1.0
+        old.append(sorted(torch.cat(recorder.old).tolist()))
+        left.append(snapshot(trainer.policy))
+    plain, first, again = left
+    assert old[0] == old[1] == old[2]
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], plain[name]) for name in first), "rows are shared"
 
 
 def test_an_inexact_flow_recomputes_them_before_the_first_update(

@@ -73,6 +73,11 @@ class TrainingConfig(OptimisationConfig):
     """Divide a step's batch by prompt into this many parts, with one update each."""
     epochs: int = Field(default=1, gt=0, le=1000)
     """Passes over a step's batch."""
+    shared_prefix: bool = False
+    """Compute the prompt of a group once in each micro-batch, forward and backward, rather than
+    once for each completion. Log-probabilities have the same bits; gradients are added up in
+    another order.
+    """
     without_signal: Literal["skip", "take"] = "skip"
     """What becomes of an update in which every group has zero variance: skip leaves weights and
     moments unchanged; take applies AdamW's momentum and weight decay.

@@ -17,7 +17,7 @@ as ``NAME.unrounded``.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -361,7 +361,17 @@ class Attend(Protocol):
         ...
 
 
-Attended = Any  # what attention of a layer leaves for its backward; only its back end looks inside
+class Attended(Protocol):
+    """What attention of a layer leaves for its backward; only its back end looks further inside."""
+
+    @property
+    def output(self) -> torch.Tensor:
+        """[T, H, D]"""
+        ...
+
+    def rows(self, index: torch.Tensor) -> Self:
+        """The same of the tokens ``index``, int64."""
+        ...
 
 
 class AttendWithBackward(Attend, Protocol):
@@ -374,7 +384,7 @@ class AttendWithBackward(Attend, Protocol):
         ...
 
     def backward(
-        self, attended: Attended, d_output: torch.Tensor
+        self, attended: Any, d_output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The gradient of [T, H D] -> dq [T, H, D], dk and dv [T, G, D], straight through."""
         ...
@@ -434,12 +444,15 @@ class RopeTable:
         return RopeTable(self.cos, -self.sin)
 
 
-def sequence_means(lengths: Sequence[int]) -> torch.Tensor:
-    """``RouterLoss.means`` of sequences laid end to end."""
+def sequence_means(lengths: Sequence[int], row_of: torch.Tensor | None = None) -> torch.Tensor:
+    """``RouterLoss.means`` of sequences laid end to end; ``row_of``, int64 [T], gives the row of
+    each token where sequences share some.
+    """
     sizes = torch.tensor(lengths)
     owner = torch.arange(len(lengths)).repeat_interleave(sizes)
-    means = torch.zeros(len(lengths), int(sizes.sum()), dtype=torch.float32)
-    means[owner, torch.arange(owner.numel())] = 1.0 / sizes[owner].float()
+    rows = torch.arange(owner.numel()) if row_of is None else row_of
+    means = torch.zeros(len(lengths), int(rows.max()) + 1, dtype=torch.float32)
+    means[owner, rows] = 1.0 / sizes[owner].float()
     return means
 
 

@@ -33,6 +33,7 @@ class WorkShape:
     tokens: int  # of the largest micro-batch
     longest: int  # tokens of the longest sequence
     int8_head: bool = False
+    attended: int = 0  # tokens of attention, where they share the rows of all else
 
 
 @dataclass(frozen=True, slots=True)

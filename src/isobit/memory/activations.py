@@ -17,6 +17,8 @@ the halves of a layer,
       layer, backward   T (a stream + what is computed again + the larger of the MLP's gradients,
                         and a stream and attention's less the MLP's saved, which is freed); and what
                         the matrix ``once`` needs beyond the stream freed before it
+      both              what attention makes for each of its tokens, where these share their rows
+                        (``isobit.models.shared_prefix``)
 
 A model that only scores (a reference model, a reward model, a shadow) takes the published weights
 of one side (``isobit.models.frozen``), with ``offload`` in page-locked main memory. One that is not
@@ -60,33 +62,43 @@ def passing_bytes(
     tokens: int,
     longest: int,
     head_sum: int = 0,
+    attended: int = 0,
 ) -> dict[str, int]:
-    """Short-lived bytes by the moment; ``head_sum`` is for lm_head's gradient. Moments do not
-    overlap.
+    """Short-lived bytes by the moment; ``head_sum`` is for lm_head's gradient, and ``attended`` the
+    tokens of attention where they share their rows, or 0. Moments do not overlap.
     """
     layers = _layers(shape, flow, sizes)
-    workspaces = sizes.workspaces(_work(shape, flow, tokens, longest))
+    workspaces = sizes.workspaces(_work(shape, flow, tokens, longest, attended))
     return {
         **{name: size + head_sum * (name in _OF_HEAD) for name, size in workspaces.items()},
         "a layer, forward": max(
-            tokens * layer.forward(recompute) + layer.mlp.made_once for layer in layers
+            layer.forward(recompute, tokens, attended) + layer.mlp.made_once for layer in layers
         )
         + _product_sums(flow.training, sizes, tokens),
         "a layer, backward": max(
-            tokens * layer.backward(recompute) + layer.once(recompute, tokens) for layer in layers
+            layer.backward(recompute, tokens, attended) + layer.once(recompute, tokens)
+            for layer in layers
         ),
     }
 
 
 def scoring_bytes(
-    shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes, tokens: int, longest: int
+    shape: ModelConfig,
+    flow: PrecisionFlow,
+    sizes: Sizes,
+    tokens: int,
+    longest: int,
+    attended: int = 0,
 ) -> int:
     """The peak beside the weights of a forward without a backward, in a layer or in lm_head."""
-    workspaces = sizes.workspaces(_work(shape, flow, tokens, longest))
+    workspaces = sizes.workspaces(_work(shape, flow, tokens, longest, attended))
     of_training = ("forward", "backward")
     head = (size for moment, size in workspaces.items() if not moment.endswith(of_training))
     layers = _layers(shape, flow, sizes)
-    layer = max(tokens * layer.scoring + layer.mlp.made_once for layer in layers)
+    layer = max(
+        tokens * layer.scoring + attended * layer.attention.attended + layer.mlp.made_once
+        for layer in layers
+    )
     layer += _product_sums(flow.training, sizes, tokens)
     return max(layer + tokens * sum(layer.mlp.noted for layer in layers), *head)
 
@@ -97,7 +109,9 @@ def _product_sums(graph: Graph, sizes: Sizes, tokens: int) -> int:
     return max(sizes.product_sums(site, tokens) for site in linears)
 
 
-def _work(shape: ModelConfig, flow: PrecisionFlow, tokens: int, longest: int) -> WorkShape:
+def _work(
+    shape: ModelConfig, flow: PrecisionFlow, tokens: int, longest: int, attended: int = 0
+) -> WorkShape:
     return WorkShape(
         AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim),
         decoder_shape(shape).linears,
@@ -106,6 +120,7 @@ def _work(shape: ModelConfig, flow: PrecisionFlow, tokens: int, longest: int) ->
         tokens,
         longest,
         flow.training.site(LM_HEAD).forward == "int8",
+        attended,
     )
 
 
@@ -137,23 +152,26 @@ class _Layer:
         mlp = self.mlp.input + self.mlp.noted if recompute == "mlp" else self.mlp.saved
         return self.attention.saved + mlp
 
-    def forward(self, recompute: Recompute) -> int:
-        """Bytes a token of a forward, beside what it saves."""
+    def forward(self, recompute: Recompute, tokens: int, attended: int = 0) -> int:
+        """Bytes of a forward, beside what it saves; ``attended`` as in ``passing_bytes``."""
         # before the layer, or what was added to it; what attention adds; what the MLP adds
         streams = 3 * self.mlp.input
+        sharing = tokens * (streams + self.attention.made) + attended * self.attention.attended
         if recompute == "none":
             mlp = max(self.attention.read, self.mlp.read) + self.mlp.kept
-            return streams + max(self.attention.read + self.attention.kept, mlp)
-        made = self.mlp.made + (self.attention.made if recompute == "full" else 0)
-        return streams + made
+            made = max(self.attention.read + self.attention.kept, mlp)
+        else:
+            made = self.mlp.made + (self.attention.made if recompute == "full" else 0)
+        return max(tokens * (streams + made), sharing if attended else 0)
 
-    def backward(self, recompute: Recompute) -> int:
-        """Bytes a token of a backward, beside what was saved."""
+    def backward(self, recompute: Recompute, tokens: int, attended: int = 0) -> int:
+        """Bytes of a backward, likewise."""
         again = self.saved("none") - self.saved(recompute)
         stream = self.mlp.input
         # the MLP is done where attention's turn comes, and its gradient of the stream is there too
-        attention = stream + self.attention.gradients - self.mlp.saved
-        return stream + again + max(self.mlp.gradients, attention)
+        attention = tokens * (stream + self.attention.gradients - self.mlp.saved)
+        attention += attended * self.attention.attended_gradients
+        return tokens * (stream + again) + max(tokens * self.mlp.gradients, attention)
 
 
 @cache
@@ -227,9 +245,9 @@ class FrozenModel:
         """Bytes of its tensors in a checkpoint."""
         return master_bytes(self.shape, self.flow.one_sided(SIDE), sizes)
 
-    def scoring_bytes(self, sizes: Sizes, tokens: int, longest: int) -> int:
+    def scoring_bytes(self, sizes: Sizes, tokens: int, longest: int, attended: int = 0) -> int:
         """The peak beside its weights for ``tokens`` tokens at once."""
-        return scoring_bytes(self.shape, self.flow, sizes, tokens, longest)
+        return scoring_bytes(self.shape, self.flow, sizes, tokens, longest, attended)
 
     def comparing_bytes(self, sizes: Sizes, tokens: int) -> int:
         """What is taken beside the policy's forward and backward of ``tokens`` tokens: its hidden

@@ -42,7 +42,7 @@ from isobit.memory.activations import (
     scoring_bytes,
 )
 from isobit.memory.cache_size import RESERVE, forward_bytes, num_pages_within, pages_for
-from isobit.memory.host import Share, microbatch_tokens, share_of
+from isobit.memory.host import Share, attended_tokens, microbatch_tokens, share_of
 from isobit.memory.refusal import Refusal
 from isobit.models.config import ModelConfig
 from isobit.parallel.gradient_sum import Slots
@@ -242,14 +242,18 @@ class DevicePlanner:
     ) -> dict[str, int]:
         """Bytes by name while a frozen model scores, before a backward."""
         own = {} if model.stays else added_up([model], self.sizes)
-        passing = model.scoring_bytes(self.sizes, tokens, longest)
+        attended = attended_tokens(training, tokens, longest)
+        passing = model.scoring_bytes(self.sizes, tokens, longest, attended)
         return self.standing_bytes(training) | own | {"a forward that scores": passing}
 
     def _backward(self, training: TrainingConfig, tokens: int, longest: int) -> dict[str, int]:
         """Bytes by name in the backward of a micro-batch."""
         weights = self.standing_bytes(training)
         model, share = (self.shape, self.flow, self.sizes), self._share(training)
-        passing = passing_bytes(*model, training.recompute, tokens, longest, share.made_by_head)
+        attended = attended_tokens(training, tokens, longest)
+        passing = passing_bytes(
+            *model, training.recompute, tokens, longest, share.made_by_head, attended
+        )
         largest = max(passing, key=lambda name: passing[name])
         compared = sum(one.comparing_bytes(self.sizes, tokens) for one in self.frozen)
         return {

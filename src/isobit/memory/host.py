@@ -53,6 +53,7 @@ from isobit.parallel.gradient_sum import BUFFERS, ONE_SLOT, Slots, SumSizes, num
 from isobit.parallel.ownership import Ownership
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import DTYPES
+from isobit.records.packing import TOKENS_A_ROW
 from isobit.training.optimiser import moment_bytes
 from isobit.util.terminal import gib
 
@@ -185,7 +186,9 @@ def estimate_memory(
     pages = num_pages_for(shape, flow, rollout, sizes)
     pages_key = "rollout.kv_memory_gib" if rollout.kv_pages is None else "rollout.kv_pages"
     largest_forward = max(tokens, batched_tokens(rollout, sizes))
-    passing = passing_bytes(shape, flow, sizes, training.recompute, largest_forward, longest)
+    attended = attended_tokens(training, tokens, longest)
+    limits = training.recompute, largest_forward, longest
+    passing = passing_bytes(shape, flow, sizes, *limits, attended=attended)
     share, several = share_of(shape, processes), training.slots > 1
     on_their_way = share.made + share.made_by_head + share.arriving
     stays = (
@@ -226,8 +229,18 @@ def estimate_memory(
 
 def microbatch_tokens(training: TrainingConfig, longest: int) -> int:
     """Tokens of the largest micro-batch: a sequence is never cut, and a step has only so many."""
-    step = training.prompts_per_step * training.samples_per_prompt * longest
-    return min(max(training.tokens_per_microbatch, longest), step)
+    return min(max(training.tokens_per_microbatch, longest), _step_tokens(training, longest))
+
+
+def attended_tokens(training: TrainingConfig, tokens: int, longest: int) -> int:
+    """Tokens of attention in a micro-batch of ``tokens`` rows; 0 where each has its own row."""
+    if not training.shared_prefix:
+        return 0
+    return min(TOKENS_A_ROW * tokens, _step_tokens(training, longest))
+
+
+def _step_tokens(training: TrainingConfig, longest: int) -> int:
+    return training.prompts_per_step * training.samples_per_prompt * longest
 
 
 def _each(processes: int, *items: MemoryItem) -> tuple[MemoryItem, ...]:

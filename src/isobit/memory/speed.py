@@ -146,19 +146,23 @@ def forward_work(
     return work | {"routed": tokens * shape.routed}
 
 
-def training_work(shape: SpeedShape, tokens: float, length: float, recompute: Recompute) -> Work:
-    """Forward and backward, with what is computed again."""
+def training_work(
+    shape: SpeedShape, tokens: float, length: float, recompute: Recompute, rows: float = 1.0
+) -> Work:
+    """Forward and backward, with what is computed again; ``rows`` of each token are computed by all
+    but attention and the head (``isobit.models.shared_prefix``).
+    """
     graph, again = shape.flow.training, 1 if recompute == "full" else 0
     repeated = shape.products(graph, first_of_mlp=True) if recompute == "mlp" else {}
     work = {
-        f"products {form}": tokens * ((3 + again) * one + repeated.get(form, 0.0))
+        f"products {form}": rows * tokens * ((3 + again) * one + repeated.get(form, 0.0))
         for form, one in shape.products(graph).items()
     }
     work[f"products {shape.head_rate(graph)}"] += shape.head * tokens
     work["products bf16"] += 2 * shape.head * tokens
     for form, one in shape.attention(graph, length).items():
         work[f"attention {form}"] = tokens * (3 + again) * one
-    return work | {"routed": (1 + _AGAIN[recompute]) * tokens * shape.routed}
+    return work | {"routed": (1 + _AGAIN[recompute]) * rows * tokens * shape.routed}
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +334,8 @@ class StepWork:
     """Sequences that are trained on."""
     length: float
     """Tokens of each, on average."""
+    rows: float = 1.0
+    """Rows of each token in training: below 1 where prompts are shared."""
     recompute: Recompute = "none"
     epochs: int = 1
     trainers: int = 1
@@ -406,7 +412,7 @@ def estimate_step(work: StepWork) -> StepTime:
         rollout += speed.decode.time(decoding.work(shape), shape)
     tokens = work.sequences * work.length
     own_tokens = tokens / work.trainers
-    passes = training_work(shape, own_tokens * work.epochs, work.length, work.recompute)
+    passes = training_work(shape, own_tokens * work.epochs, work.length, work.recompute, work.rows)
     training = speed.training.time(passes, shape) / (1 - work.idle)
     if work.trainers > 1:
         training *= speed.rank_factor

@@ -172,6 +172,14 @@ class Attention:
                 sizes.transposed(site, linear.shape.in_features)
                 for site, linear in ((qkv_site, self._qkv), (out_site, self._out))
             ),
+            # of long sequences a part of the output and of its sums in FP32 at a time
+            attended=qkv + encoded + 4 * shape.num_heads * (shape.head_dim + 2),
+            # what the forward has saved; dO and dQ; dK and dV, and their sums in FP32
+            attended_gradients=encoded
+            + 2 * attended
+            + sizes.attention_gradients(shape, format)
+            + 2 * keys
+            + 12 * shape.num_kv_heads * shape.head_dim,
         )
 
     def _transform(self, weights: Weights) -> QkvTransform:

@@ -97,6 +97,10 @@ class UnitBytes:
     saved_once: int = 0  # in total: padding of rows to whole blocks in what the backward reads
     made_once: int = 0  # in total: what the forward makes; then `once` adds to `gradients`
     noted: int = 0  # what a forward keeps in `Routes` to its end, even if nothing is saved
+    attended: int = (
+        0  # where rows are shared: what attention's forward makes for each of its tokens
+    )
+    attended_gradients: int = 0  # the same in its backward
 
 
 def norm_master(width: int, name: str) -> Master:

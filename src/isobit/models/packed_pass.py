@@ -22,6 +22,7 @@ from isobit.models.attention import SavedAttention
 from isobit.models.decoder import Layer, Scorable
 from isobit.models.mlp import Routes
 from isobit.models.policy import Policy
+from isobit.models.shared_prefix import SharedAttention, SharedRows
 from isobit.precision.quant_tensor import Side
 from isobit.records.batch import PackedBatch
 
@@ -40,20 +41,21 @@ class PackedPass:
         lengths: tuple[int, ...],
         recompute: Recompute,
         routes: Routes | None = None,
+        shared: SharedRows | None = None,
     ) -> None:
         """token_ids, positions: int64 [T], on the device. ``routes`` adds its loss to the router's
-        gradient.
+        gradient. With ``shared`` the hidden states and their gradient are of rows.
         """
         self._policy, self._decoder = policy, policy.decoder
         self._weights = policy.weights("training")
         if policy.kv_scales is not None and policy.kv_scales.calibration == "trainer":
             self._weights = replace(self._weights, kv_maxima=policy.kv_scales.learnt)
-        self._token_ids = token_ids
-        self._positions = positions
+        self._token_ids = token_ids if shared is None else shared.first(token_ids)
+        self._positions = positions if shared is None else shared.first(positions)
         self._recompute = recompute
         self._routes = routes
-        graph = policy.flow.training
-        self._attend = policy.backend.packed_attention(graph, lengths, positions)
+        attend = policy.backend.packed_attention(policy.flow.training, lengths, positions)
+        self._attend = attend if shared is None else SharedAttention(attend, shared)
         self._saved: list[Saved] = []
         self._last_h: torch.Tensor | None = None
 
@@ -132,5 +134,9 @@ def target_states(
     positions, rows = to_device(batch.positions), to_device(batch.rows)
     attend = model.backend.packed_attention(model.flow.graph(side), batch.lengths, positions)
     token_ids = to_device(batch.token_ids)
+    if batch.row_of is not None:
+        shared = SharedRows.of(batch, to_device)
+        attend, token_ids = SharedAttention(attend, shared), shared.first(token_ids)
+        rows = shared.predicting
     hidden = model.decoder.hidden_states(model.weights(side), token_ids, attend, routes)
     return hidden.index_select(0, rows), rows

@@ -17,6 +17,7 @@ from isobit.models.decoder import Scorable
 from isobit.models.mlp import RouterCoefficients, Routes
 from isobit.models.packed_pass import PackedPass, target_states
 from isobit.models.policy import Policy
+from isobit.models.shared_prefix import SharedRows
 from isobit.models.teacher import Teacher
 from isobit.precision.quant_tensor import Side
 from isobit.records.batch import PackedBatch, TokenScores
@@ -72,6 +73,7 @@ class ScoredPass:
         self.batch = batch
         self._policy, to_device = policy, policy.backend.to_device
         self._routes = _routes_with_loss(policy, batch, coefficients)
+        self._shared = None if batch.row_of is None else SharedRows.of(batch, to_device)
         self._pass = PackedPass(
             policy,
             to_device(batch.token_ids),
@@ -79,8 +81,10 @@ class ScoredPass:
             batch.lengths,
             recompute,
             self._routes,
+            self._shared,
         )
-        self._rows, self._targets = to_device(batch.rows), to_device(batch.targets)
+        self._rows = to_device(batch.rows) if self._shared is None else self._shared.predicting
+        self._targets = to_device(batch.targets)
         self._temperatures = to_device(batch.temperatures)
         self._hidden: torch.Tensor | None = None
         self._teacher, self._teacher_hidden = teacher, None
@@ -132,6 +136,8 @@ class ScoredPass:
             through = self._through_value(hidden, d_values)
             d_rows = through if d_rows is None else d_rows.add_(through)
         assert d_rows is not None, "the loss depends on no score"
+        if self._shared is not None:
+            return self._shared.predicting_sum(d_rows)
         tokens = self.batch.token_ids.numel()
         return d_rows.new_zeros((tokens, hidden.shape[1])).index_copy_(0, self._rows, d_rows)
 
@@ -206,7 +212,7 @@ def _routes_with_loss(
     if not policy.decoder.is_sparse:
         return None
     weights = coefficients or RouterCoefficients()
-    means = policy.backend.to_device(sequence_means(batch.lengths))
+    means = policy.backend.to_device(sequence_means(batch.lengths, batch.row_of))
     return policy.decoder.routes(RouterLoss(means, weights.balance, weights.z))
 
 

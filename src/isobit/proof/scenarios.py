@@ -251,6 +251,7 @@ def packings(
     yield "alone", pack(samples, 1)
     yield "300 tokens", pack(samples, 300)
     yield "2048 tokens", pack(samples, 2048)
+    yield "shared prefixes", pack(samples, 2048, shared_prefix=True)
     yield (
         "random neighbours",
         [

@@ -430,7 +430,10 @@ def sample_and_score(
         pair = keeps[which] if keeps else None
         for name, batches in make_packings(drawn, seed) if drawn else ():
             for batch in batches:
-                scores = observed_scores(scorer, batch, *pair) if pair else scorer.score(batch)
+                if pair and batch.row_of is None:  # rows of one token each can be observed
+                    scores = observed_scores(scorer, batch, *pair)
+                else:
+                    scores = scorer.score(batch)
                 found = comparisons.get(name, Comparison())
                 comparisons[name] = found + Comparison.of_batch(batch, scores)
 

@@ -10,9 +10,10 @@ class PackedBatch:
     """Whole sequences laid end to end without padding: T tokens of S sequences, N of them in a loss
     mask.
 
-    Row ``i`` of the forward predicts token ``i + 1`` of the same sequence; ``rows`` names the N
-    rows whose prediction is learnt from and ``targets`` the tokens predicted there.  The columns
-    are those that ``COLUMNS`` packs, with the entries of the N targets.  All on the host.
+    Token ``i`` predicts token ``i + 1`` of the same sequence, in the row of the forward that
+    computes it; ``rows`` names the N tokens whose prediction is learnt from and ``targets`` the
+    tokens predicted there.  The columns are those that ``COLUMNS`` packs, with the entries of the N
+    targets.  All on the host.
     """
 
     token_ids: torch.Tensor
@@ -37,6 +38,10 @@ class PackedBatch:
     """
     advantages: torch.Tensor
     """float32 [N]"""
+    row_of: torch.Tensor | None = None
+    """int64 [T]: the row of the forward that computes each token, where sequences share those of
+    their prompt (``isobit.models.shared_prefix``); None: token i has row i.
+    """
     recorded_routings: torch.Tensor | None = None
     """int64 [N], of the row that each target was drawn from; 0 where none is known (of what is
     replayed), and None where no sequence has any.
@@ -53,6 +58,16 @@ class PackedBatch:
     """float32 [N], what the value head is to learn."""
     importance: torch.Tensor | None = None
     """float32 [N], the weights of the corrections; None is 1 everywhere."""
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of the forward, at most T."""
+        return len(self.token_ids) if self.row_of is None else int(self.row_of.max()) + 1
+
+    @property
+    def predicting_rows(self) -> torch.Tensor:
+        """int64 [N]: the row that predicts each target; a shared one predicts several."""
+        return self.rows if self.row_of is None else self.row_of[self.rows]
 
 
 @dataclass(frozen=True, slots=True)

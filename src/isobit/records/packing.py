@@ -11,18 +11,34 @@ batch.  Ties keep the order given, so that the same sequences make the same bins
 
 A tree of the largest spaces finds the first bin with space in log n steps: every rank packs the
 step of all, and hundreds of GPUs have 100,000 sequences.
+
+With shared prompts (``isobit.models.shared_prefix``) what is packed are sequences that begin with
+the same prompt, the tokens before the first in the loss mask.  Together they take the budget that
+is the larger of
+
+    their rows         of the prompt once, and of each sequence what follows it
+    a quarter          of their tokens, which attention reads (``TOKENS_A_ROW``)
+
+Sequences of a prompt that exceed it are divided, first-fit decreasing again, and each part
+computes the prompt.  Where no two sequences have a prompt in common, the bins are the same as
+without sharing.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from isobit.records.batch import PackedBatch
-from isobit.records.sequence import COLUMNS, Column, TokenSequence
+from isobit.records.sequence import COLUMNS, Column, Integers, TokenSequence
 from isobit.records.text import Group
 
 _FULL = -1
+TOKENS_A_ROW = 4
+"""Most tokens of sequences for each token of the budget, where sequences share rows: it bounds the
+memory of attention, which gathers what every token of a layer reads.
+"""
 
 
 def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -83,16 +99,108 @@ def sequences_of(
     ]
 
 
-def pack(sequences: Sequence[TokenSequence], tokens_per_microbatch: int) -> list[PackedBatch]:
-    """Sequences -> micro-batches of at most ``tokens_per_microbatch`` tokens; a longer sequence
-    gets a micro-batch of its own.
+def pack(
+    sequences: Sequence[TokenSequence], tokens_per_microbatch: int, shared_prefix: bool = False
+) -> list[PackedBatch]:
+    """Sequences -> micro-batches of at most ``tokens_per_microbatch`` tokens, or rows where they
+    share their prompts; a longer sequence gets a micro-batch of its own.
     """
-    bins = first_fit_decreasing([sequence.length for sequence in sequences], tokens_per_microbatch)
-    return [lay_end_to_end([sequences[index] for index in members]) for members in bins]
+    return [
+        lay_end_to_end([sequences[index] for index in members], shared_prefix)
+        for members in micro_batches(sequences, tokens_per_microbatch, shared_prefix)
+    ]
 
 
-def lay_end_to_end(sequences: Sequence[TokenSequence]) -> PackedBatch:
-    """One micro-batch of the sequences in their order, with every column that ``COLUMNS`` packs."""
+def micro_batches(
+    sequences: Sequence[TokenSequence], tokens_per_microbatch: int, shared_prefix: bool
+) -> list[list[int]]:
+    """The indices of the sequences in each micro-batch of ``pack``, in its order."""
+    if not shared_prefix:
+        return first_fit_decreasing([one.length for one in sequences], tokens_per_microbatch)
+    units = _units(sequences, tokens_per_microbatch)
+    bins = first_fit_decreasing([unit.size for unit in units], tokens_per_microbatch)
+    return [[index for unit in members for index in units[unit].members] for members in bins]
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Sequences with one prompt, which a micro-batch computes once."""
+
+    prompt: int
+    """Tokens of the prompt."""
+    members: list[int] = field(default_factory=list)
+    """Indices of the sequences."""
+    tokens: int = 0
+    """Of all sequences, the prompt counted for each."""
+
+    @property
+    def size(self) -> int:
+        """Tokens of the budget."""
+        rows = self.tokens - self.prompt * (len(self.members) - 1)
+        return max(rows, -(-self.tokens // TOKENS_A_ROW))
+
+    def takes(self, index: int, length: int, budget: int) -> bool:
+        """Whether a sequence is added: where the budget suffices, and always as the first."""
+        self.members.append(index)
+        self.tokens += length
+        if len(self.members) == 1 or self.size <= budget:
+            return True
+        self.members.pop()
+        self.tokens -= length
+        return False
+
+
+def _units(sequences: Sequence[TokenSequence], budget: int) -> list[_Unit]:
+    """The sequences by prompt, in the order in which the prompts first occur; each is in the first
+    unit of its prompt that has space for it, longest first.
+    """
+    by_prompt: dict[bytes, list[int]] = {}
+    for index, sequence in enumerate(sequences):
+        by_prompt.setdefault(_prompt(sequence).tobytes(), []).append(index)
+    found: list[_Unit] = []
+    for members in by_prompt.values():
+        prompt, units = len(_prompt(sequences[members[0]])), list[_Unit]()
+        for index in sorted(members, key=lambda index: -sequences[index].length):
+            length = sequences[index].length
+            if not any(unit.takes(index, length, budget) for unit in units):
+                units.append(_Unit(prompt))
+                units[-1].takes(index, length, budget)
+        found += units
+    return found
+
+
+def answers_within(budget: int, prompt: int, answer: int) -> int:
+    """Completions of one length that a micro-batch takes with their prompt, at least 1."""
+    by_rows, by_tokens = (budget - prompt) // answer, TOKENS_A_ROW * budget // (prompt + answer)
+    return max(1, min(by_rows, by_tokens))
+
+
+def _prompt(sequence: TokenSequence) -> Integers:
+    """The tokens before the first in the loss mask; all of them where none is."""
+    mask = sequence.loss_mask
+    return sequence.token_ids[: int(mask.argmax()) if mask.any() else len(mask)]
+
+
+def _row_of(sequences: Sequence[TokenSequence]) -> torch.Tensor | None:
+    """``PackedBatch.row_of`` of sequences that share the rows of equal prompts; None where no two
+    are equal.
+    """
+    first_rows: dict[bytes, int] = {}
+    rows, parts = 0, list[torch.Tensor]()
+    for sequence in sequences:
+        prompt = _prompt(sequence)
+        if (first := first_rows.setdefault(prompt.tobytes(), rows)) != rows:
+            parts.append(torch.arange(first, first + len(prompt)))
+        own = sequence.length - (len(prompt) if first != rows else 0)
+        parts.append(torch.arange(rows, rows + own))
+        rows += own
+    return None if len(first_rows) == len(sequences) else torch.cat(parts)
+
+
+def lay_end_to_end(sequences: Sequence[TokenSequence], shared_prefix: bool = False) -> PackedBatch:
+    """One micro-batch of the sequences in their order, with every column that ``COLUMNS`` packs;
+    ``shared_prefix``: those with equal prompts share their rows.
+    """
     lengths = [sequence.length for sequence in sequences]
     token_ids = torch.from_numpy(
         np.concatenate([sequence.token_ids for sequence in sequences])
@@ -115,6 +223,7 @@ def lay_end_to_end(sequences: Sequence[TokenSequence]) -> PackedBatch:
         sequence=owner,
         temperatures=temperatures[owner],
         fresh=torch.tensor([sequence.fresh for sequence in sequences])[owner],
+        row_of=_row_of(sequences) if shared_prefix else None,
         **columns,  # pyright: ignore[reportArgumentType]
     )
 

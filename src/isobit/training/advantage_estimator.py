@@ -51,7 +51,7 @@ from isobit.models.frozen import FrozenPolicy
 from isobit.models.scorer import Scorer
 from isobit.parallel.world import ALONE, World, map_on_all
 from isobit.records.batch import TokenScores
-from isobit.records.packing import first_fit_decreasing, lay_end_to_end, responses
+from isobit.records.packing import lay_end_to_end, micro_batches, responses
 from isobit.records.rounding import are_level
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group
@@ -63,15 +63,15 @@ def score_sequences(
     sequences: Sequence[TokenSequence],
     tokens_per_microbatch: int,
     world: World = ALONE,
+    shared_prefix: bool = False,
 ) -> list[TokenScores]:
     """The scores of each of the sequences, none of them empty, without entropies; each micro-batch
-    by one rank.
+    by one rank. ``shared_prefix`` changes no bit.
     """
-    lengths = [sequence.length for sequence in sequences]
-    bins = first_fit_decreasing(lengths, tokens_per_microbatch)
+    bins = micro_batches(sequences, tokens_per_microbatch, shared_prefix)
 
     def columns(members: Sequence[int]) -> list[Sequence[torch.Tensor] | None]:
-        batch = lay_end_to_end([sequences[index] for index in members])
+        batch = lay_end_to_end([sequences[index] for index in members], shared_prefix)
         counts = torch.bincount(batch.sequence, minlength=len(members)).tolist()
         scores = scorer.score(batch)
         found = (scores.log_probs, scores.values, scores.routings)
@@ -94,7 +94,13 @@ def scores_by_policy(trainer: Trainer, sequences: Sequence[TokenSequence]) -> li
     return within_memory(
         trainer,
         [sequence.length for sequence in sequences],
-        lambda tokens: score_sequences(trainer.scorer, sequences, tokens, trainer.policy.world),
+        lambda tokens: score_sequences(
+            trainer.scorer,
+            sequences,
+            tokens,
+            trainer.policy.world,
+            trainer.config.shared_prefix,
+        ),
     )
 
 
@@ -112,7 +118,9 @@ def scores_by_frozen(
         trainer,
         [sequence.length for sequence in sequences],
         trainer.budget.at(trainer.updates),
-        lambda tokens: score_sequences(Scorer(model()), sequences, tokens, trainer.policy.world),
+        lambda tokens: score_sequences(
+            Scorer(model()), sequences, tokens, trainer.policy.world, trainer.config.shared_prefix
+        ),
         phase,
     )
 

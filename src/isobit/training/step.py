@@ -334,7 +334,8 @@ def _packed(
     out of memory.
     """
     lengths = [sequence.length for sequence in sequences]
-    return within_memory(trainer, lengths, lambda tokens: compute(pack(sequences, tokens)))
+    shared = trainer.config.shared_prefix
+    return within_memory(trainer, lengths, lambda tokens: compute(pack(sequences, tokens, shared)))
 
 
 def _tokens_of(learnt: Sequence[TokenSequence], parts: Iterable[Sequence[TokenSequence]]) -> int:

@@ -1,12 +1,15 @@
 """Layouts without a GPU: the KV cache, its size and reading it back; rows gathered from ranks."""
 
+from math import prod
+
 import pytest
 import torch
 
 from isobit.kernels.hopper import sizes
-from isobit.kernels.hopper.attend import PAGE_TOKENS, HopperKvCache
-from isobit.kernels.hopper.attention import SCALES
+from isobit.kernels.hopper.attend import PAGE_TOKENS, Attended, HopperKvCache
+from isobit.kernels.hopper.attention import SCALES, PackedKeys
 from isobit.kernels.hopper.linear import joined_rows
+from isobit.kernels.hopper.qkv import Queries
 from isobit.kernels.hopper.quantise import QuantRows
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import DTYPES, E4M3, EIGHT_BITS
@@ -97,3 +100,36 @@ def test_scales_lie_as_a_quantiser_leaves_them(tokens: int):
     assert torch.equal(made.scales, scales.t())
     assert made.scales.stride() == expected.scales.stride()
     assert made.values.data_ptr() == values.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+def test_what_the_backward_reads_of_some_tokens(dtype: torch.dtype) -> None:
+    """A row stands where it is asked for, also twice, in contiguous tensors of the same formats."""
+    scale = SCALES.get(dtype)
+
+    def made(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.arange(7 * prod(shape)).remainder(50).view(7, *shape).to(dtype)
+
+    def scales(dtype: torch.dtype | None, *shape: int) -> torch.Tensor | None:
+        return None if dtype is None else made(*shape, dtype=dtype)
+
+    wide = torch.bfloat16 if scale is None else torch.float16
+    queries = Queries(made(4, 8), scales(scale and torch.float32, 4))
+    keys = PackedKeys(made(2, 8), scales(scale, 2), made(2, 8, dtype=wide), scales(scale, 2))
+    output, sums = made(4, 8, dtype=torch.bfloat16), made(4, dtype=torch.float32)
+    index = torch.tensor([0, 1, 2, 0, 1, 6])
+    whole = Attended(queries, keys, output, sums, 5)
+    some = whole.rows(index)
+    assert some.window == 5
+    pairs = list(zip(tensors_of(whole), tensors_of(some), strict=True))
+    assert len(pairs) == (5 if scale is None else 8)
+    for one, other in pairs:
+        assert other.is_contiguous() and other.dtype == one.dtype
+        assert torch.equal(other.float(), one.float()[index])
+
+
+def tensors_of(attended: Attended) -> list[torch.Tensor]:
+    queries, keys = attended.queries, attended.keys
+    found = [queries.values, queries.scales, keys.keys, keys.key_scales, keys.values]
+    found += [keys.value_scales, attended.output, attended.log_sum_exp]
+    return [one for one in found if one is not None]

@@ -183,6 +183,30 @@ class Attended:
     log_sum_exp: torch.Tensor  # FP32 [T, H], base 2
     window: int | None
 
+    def rows(self, index: torch.Tensor) -> "Attended":
+        """The same of the tokens ``index``, on the GPU."""
+
+        def take(x: torch.Tensor) -> torch.Tensor:
+            raw = x.view(torch.uint8) if x.itemsize == 1 else x
+            return raw.index_select(0, index).view(x.dtype)
+
+        def of_scales(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else take(x)
+
+        queries, keys = self.queries, self.keys
+        return Attended(
+            Queries(take(queries.values), of_scales(queries.scales)),
+            PackedKeys(
+                take(keys.keys),
+                of_scales(keys.key_scales),
+                take(keys.values),
+                of_scales(keys.value_scales),
+            ),
+            take(self.output),
+            take(self.log_sum_exp),
+            self.window,
+        )
+
 
 class PackedAttention:
     """``AttendWithBackward`` for sequences of the given lengths; one object serves all layers."""

@@ -281,9 +281,18 @@ class Attended:
     """Q [T, H, D], K and V [T, G, D]."""
     output: torch.Tensor
     """[T, H, D]"""
-    log_sum_exps: tuple[torch.Tensor, ...]
-    """Per group, base 2: FP32 [B, G, R, L]."""
+    log_sum_exp: torch.Tensor
+    """FP32 [T, H], base 2."""
     window: int | None
+
+    def rows(self, index: torch.Tensor) -> "Attended":
+        """The same of the tokens ``index``."""
+
+        def take(x: torch.Tensor) -> torch.Tensor:
+            return x.index_select(0, index)
+
+        q, k, v = (heads.map(take) for heads in self.encoded)
+        return Attended((q, k, v), take(self.output), take(self.log_sum_exp), self.window)
 
 
 class PackedAttention:
@@ -315,12 +324,12 @@ class PackedAttention:
         )
         observe_heads(layer, q, k, v)
         found = [_attend_group(group, q, k, v, transform.window) for group in self._groups]
-        padded = torch.cat([output for output, _ in found])
-        wide = padded.index_select(0, self._inverse)
+        wide, log_sum_exp = (
+            torch.cat(parts).index_select(0, self._inverse) for parts in zip(*found, strict=True)
+        )
         output = rounded(wide.reshape(qkv.shape[0], -1), qkv.dtype)
         heads = output.view(wide.shape)
-        attended = Attended((q, k, v), heads, tuple(lse for _, lse in found), transform.window)
-        return output, attended
+        return output, Attended((q, k, v), heads, log_sum_exp, transform.window)
 
     def backward(
         self, attended: Attended, d_output: torch.Tensor
@@ -331,12 +340,12 @@ class PackedAttention:
         wide = d_output.view_as(output).float()
         delta = (wide * output.float()).sum(-1)
         padded: list[tuple[torch.Tensor, ...]] = []
-        for group, log_sum_exp in zip(self._groups, attended.log_sum_exps, strict=True):
+        for group in self._groups:
             valid = group.valid[..., None]
             padded.append(
                 _group_gradients(
                     group,
-                    log_sum_exp,
+                    group.gather(attended.log_sum_exp),
                     group.gather(q),
                     group.gather(k),
                     group.gather(v),
@@ -383,7 +392,7 @@ def _pad(lengths: tuple[int, ...]) -> tuple[list[PaddedGroup], torch.Tensor]:
 def _attend_group(
     group: PaddedGroup, queries: Heads, keys: Heads, values: Heads, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> output FP32 [B L, H, D] and log-sum-exp (base 2) [B, G, R, L]."""
+    """-> output FP32 [B L, H, D] and log-sum-exp (base 2) [B L, H]."""
     batch, length = group.index.shape
     kv_heads = keys.scales.shape[-1]
 
@@ -406,9 +415,9 @@ def _attend_group(
         )
 
     result = attend(queries.map(query_layout), group.visible, tile_at, window)
-    return result.output.movedim(3, 1).reshape(
-        batch * length, -1, result.output.shape[-1]
-    ), result.log_sum_exp
+    output, log_sum_exp = result.output.movedim(3, 1), result.log_sum_exp.movedim(3, 1)
+    rows = batch * length
+    return output.reshape(rows, -1, output.shape[-1]), log_sum_exp.reshape(rows, -1)
 
 
 def _group_gradients(
@@ -421,8 +430,9 @@ def _group_gradients(
     delta: torch.Tensor,
     window: int | None,
 ) -> tuple[torch.Tensor, ...]:
-    """q and d_output [B, L, H, D], k and v [B, L, G, D], delta [B, L, H], all FP32 -> dq, dk, dv as
-    [B L, heads, D].  For each block of queries, only keys that one of them sees are read.
+    """q and d_output [B, L, H, D], k and v [B, L, G, D], log_sum_exp and delta [B, L, H], all FP32
+    -> dq, dk, dv as [B L, heads, D].  For each block of queries, only keys that one of them sees
+    are read.
     """
     batch, length, kv_heads, dim = k.shape
     repeat = q.shape[2] // kv_heads
@@ -439,7 +449,7 @@ def _group_gradients(
         block = slice(first, min(first + QUERY_BLOCK, length))
         seen = slice(int(first_seen[:, first].amin()), block.stop)
         q_rows, do_rows = rows(q, block), rows(d_output, block)
-        lse = log_sum_exp[..., block].reshape(batch * kv_heads, -1, 1) * log(2.0)
+        lse = rows(log_sum_exp, block)[..., None] * log(2.0)
         key = torch.arange(seen.start, seen.stop)
         hidden = key >= group.visible[:, None, block, None]
         if window is not None:

@@ -143,7 +143,9 @@ def product_sums(site: Site, tokens: int) -> int:
 def workspaces(shape: WorkShape) -> Mapping[str, int]:
     return {
         "GEMM workspace": _gemm(shape),
-        "attention workspace": _attention(shape.attention, shape.tokens, shape.longest),
+        "attention workspace": _attention(
+            shape.attention, max(shape.tokens, shape.attended), shape.longest
+        ),
         **_head(shape),
     }
 
