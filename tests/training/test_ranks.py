@@ -29,6 +29,7 @@ from isobit.records.sequence import TokenSequence
 from isobit.training.advantage_estimator import score_sequences
 from isobit.training.rounds import Rounds
 from isobit.training.trainer import Trainer
+from tests.training.conftest import INT8_BACKWARD
 from tests.worlds import in_world
 
 SHAPE: dict[str, Any] = {
@@ -63,6 +64,7 @@ CASES = [
     {"model": "mixture", "preset": "int8", "moments": "fp32"},
     {"model": "adapters", "preset": "fp8", "moments": "fp8"},
     {"model": "adapters", "preset": "int8", "moments": "fp32"},
+    {"model": "tied", "preset": INT8_BACKWARD, "moments": "fp8"},
 ]
 STEPS = 3
 
@@ -86,7 +88,7 @@ def sequences(count: int, seed: int) -> list[TokenSequence]:
 def make_trainer(case: dict[str, Any], world: World) -> Trainer:
     policy = random_policy(
         MODELS[case["model"]],
-        PrecisionConfig(preset=case["preset"]),
+        PrecisionConfig.model_validate(case["preset"]),
         7,
         world.own_device(torch.device(case.get("device", "cpu"))),
         world=world,
