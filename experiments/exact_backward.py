@@ -1,12 +1,13 @@
-"""Three backward passes to compare with the FP8 one: an exact one over the same forward bits, each
-linear's alone, and plain FP32 by autograd.
+"""Three backward passes to compare with one in 8 bits: an exact one over the same forward bits,
+each linear's alone, and plain FP32 by autograd.
 
-    dX = dY Wq      Wq the matrix that the forward multiplied with, dequantised
+    dX = dY Wq      Wq the matrix that the forward multiplied with, dequantised; of INT8 the numbers
+                    before the Hadamard matrix
     dW = dY^T X     X in BF16, as it was before quantisation; dY in BF16
 
 both in FP32.  Within ``exact_backward`` a policy trains on a back end that saves BF16 operands and
-multiplies them so.  Each linear also computes the FP8 backward of the operands at hand: its cosine
-with the exact one has the rounding error of that linear alone.
+multiplies them so.  Each linear also computes its flow's backward of the operands at hand: its
+cosine with the exact one has the rounding error of that linear alone.
 """
 
 from collections.abc import Iterator
@@ -29,9 +30,11 @@ from isobit.kernels.operands import (
 )
 from isobit.kernels.spec.linear import dequantised
 from isobit.kernels.spec.qkv import rotate
+from isobit.kernels.spec.quantise import dequantise_int8
 from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.policy import Policy
 from isobit.precision.flow import Site
+from isobit.precision.quant_tensor import Int8Rows
 
 Alone = dict[str, tuple[float, float]]
 """By linear: the cosines of dX and of dW."""
@@ -45,12 +48,19 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(a @ b / (a.norm() * b.norm()))
 
 
+def forward_matrix(weight: LinearWeight) -> torch.Tensor:
+    """FP32 [N, K]: what the forward multiplies with; ``dequantised`` rounds INT8 once more."""
+    if isinstance(weight.matrix, Int8Rows):
+        return dequantise_int8(weight.matrix)
+    return dequantised(weight)
+
+
 def exact_gradients(dy: torch.Tensor, x: torch.Tensor, weight: LinearWeight) -> Gradients:
     """The exact dX and dW of BF16 dY [T, N] and X [T, K]."""
-    return dy.float() @ dequantised(weight), dy.float().t() @ x.float()
+    return dy.float() @ forward_matrix(weight), dy.float().t() @ x.float()
 
 
-def fp8_gradients(
+def flow_gradients(
     dy: torch.Tensor, x: torch.Tensor, weight: LinearWeight, backend: Backend
 ) -> Gradients:
     """What the trainer computes from the same operands on their device."""
@@ -65,20 +75,20 @@ def fp8_gradients(
 def cosines(
     dy: torch.Tensor, x: torch.Tensor, weight: LinearWeight, backend: Backend
 ) -> tuple[float, float]:
-    """The cosines of the FP8 dX and dW with the exact ones."""
-    pairs = zip(fp8_gradients(dy, x, weight, backend), exact_gradients(dy, x, weight), strict=True)
+    """The cosines of the flow's dX and dW with the exact ones."""
+    pairs = zip(flow_gradients(dy, x, weight, backend), exact_gradients(dy, x, weight), strict=True)
     dx, dw = (cosine(ours, exact) for ours, exact in pairs)
     return dx, dw
 
 
 @contextmanager
-def exact_backward(policy: Policy) -> Iterator[Alone]:
+def exact_backward(policy: Policy, compares: bool = True) -> Iterator[Alone]:
     """Backward passes of the policy inside are exact; -> what each linear did alone, filled in by
-    them.
+    them if it ``compares``, which takes as long again.
     """
     weights, alone = policy.weights("training"), Alone()
     inner = weights.backend
-    weights.backend = cast(Backend, ExactBackward(inner, alone))
+    weights.backend = cast(Backend, ExactBackward(inner, alone if compares else None))
     try:
         yield alone
     finally:
@@ -90,7 +100,7 @@ class ExactBackward:
     what theirs would have been.
     """
 
-    def __init__(self, inner: Backend, alone: Alone) -> None:
+    def __init__(self, inner: Backend, alone: Alone | None) -> None:
         self._inner, self._alone = inner, alone
         self._x: torch.Tensor | None = None
 
@@ -148,9 +158,10 @@ class ExactBackward:
     def dgrad(self, dy: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         """Exact; then both products once more as the flow has them."""
         assert self._x is not None, "WGrad comes before DGrad"
-        self._alone[weight.site.name] = cosines(dy, self._x, weight, self._inner)
+        if self._alone is not None:
+            self._alone[weight.site.name] = cosines(dy, self._x, weight, self._inner)
         self._x = None
-        return (dy.float() @ dequantised(weight)).to(dy.dtype)
+        return (dy.float() @ forward_matrix(weight)).to(dy.dtype)
 
 
 def plain_gradients(policy: Policy, ids: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:

@@ -2,7 +2,19 @@
 digests, made on a CPU, for every back end (``int8_products.json``).
 
 Operands are splitmix64's bits as integers times powers of two, exact in BF16 and FP32.  Digests are
-of little-endian bytes; every NaN of a product counts as the same one, since its bits are free.
+of little-endian bytes; every NaN counts as the same one, since its bits are free.
+
+Sums of INT8 are exact by themselves.  What a digest covers beside them, all of it in FP32:
+
+    input, weight      the Hadamard transform, the largest number of a row, rounding, the scale
+    product            the integer as FP32, times two scales, rounded to BF16
+    dy, turned         DGrad's operands likewise, W^T from the numbers that the forward's INT8
+                       stands for, and its scales divided by the size of the Hadamard matrix
+    dx                 of each part the integer as FP32 times two scales, the sum over the parts,
+                       rounded to BF16
+    dy tokens, tokens  WGrad's operands: each token balanced by a power of two, then rounded with
+                       one scale a row over all tokens
+    gradient           the integer as FP32, times two scales, added to an FP32 gradient
 """
 
 import hashlib
@@ -10,6 +22,8 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Literal
 
 import torch
 
@@ -17,12 +31,12 @@ from isobit.kernels.backend import Backend
 from isobit.kernels.noise import splitmix64
 from isobit.kernels.operands import LinearWeight, Operand, Routing
 from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import Int8Rows
+from isobit.precision.quant_tensor import BLOCK, Int8Parts, Int8Rows, block_sizes
 
 EXPECTED: dict[str, dict[str, str]] = json.loads(
     Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
 )
-"""By case, then "input", "weight" and "product"."""
+"""By case, then by what is digested."""
 
 Grouped = Callable[[Operand, Routing, LinearWeight], torch.Tensor]
 """Rows [T, K], a routing and the stacked matrices [E N, K] -> the product of each token with each
@@ -83,11 +97,10 @@ def digests(name: str, backend: Backend, grouped: Grouped) -> dict[str, str]:
     else:
         product = backend.linear(read, weight)
     assert isinstance(read, Int8Rows) and isinstance(weight.matrix, Int8Rows)
-    nan = torch.tensor(torch.nan, dtype=product.dtype, device=product.device)
     return {
         "input": sha256(read.values, read.scales),
         "weight": sha256(weight.matrix.values, weight.matrix.scales),
-        "product": sha256(torch.where(product.isnan(), nan, product)),
+        "product": sha256(product),
     }
 
 
@@ -99,8 +112,87 @@ def _routing(case: Product, seed: int, device: torch.device) -> Routing:
     return Routing(chosen.to(device), weights.to(device), logits.to(device))
 
 
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Operands of DGrad and WGrad of a matrix that is fused of so many rows."""
+
+    parts: tuple[int, ...]
+    columns: int
+    tokens: int
+    power: int = -20
+    """dY has numbers of about 2 to this."""
+    one_sided: bool = False
+    """Whether tokens have a side of zeros, which must set no scale of the other side's rows."""
+    broken: Literal["", "tokens", "matrix"] = ""
+    """What is not finite: two tokens of dY and one of X, or a row of W, which breaks all of dX."""
+
+
+BACKWARDS = {
+    "backward, one part": Backward((384,), 256, 256),
+    "backward, several parts": Backward((576, 192, 192), 576, 300),
+    "backward, parts that fill no block": Backward((256, 128, 72), 80, 129),
+    "backward, odd sizes": Backward((101,), 77, 67),
+    "backward, one token": Backward((384, 128), 192, 1),
+    "backward, no tokens": Backward((384, 128), 192, 0),
+    "backward, long sums over columns": Backward((28672, 64), 32, 5),
+    "backward, long sums over tokens": Backward((64,), 32, 5000),
+    "backward, tiny gradients": Backward((300, 300), 160, 200, power=-100),
+    "backward, tokens of zeros": Backward((300, 300), 160, 200, one_sided=True),
+    "backward, tokens not finite": Backward((256, 96), 160, 200, broken="tokens"),
+    "backward, a matrix not finite": Backward((256, 96), 160, 200, broken="matrix"),
+}
+
+
+def backward_digests(name: str, backend: Backend, operands: ModuleType) -> dict[str, str]:
+    """What ``EXPECTED`` has of a backward, as the back end makes it; ``operands`` is its module
+    ``int8_backward``.
+    """
+    case, seed = BACKWARDS[name], 100 + 3 * list(BACKWARDS).index(name)
+    rows, device = sum(case.parts), backend.device
+    x = numbers(seed, case.tokens, case.columns, 7).bfloat16()
+    dy = (numbers(seed + 1, case.tokens, rows, 7) * 2.0**case.power).bfloat16()
+    master = numbers(seed + 2, rows, case.columns, 20)
+    if case.one_sided:
+        dy[5], x[6], dy[7], x[7] = 0.0, 0.0, 0.0, 0.0
+        x[5], dy[6] = 3e38, 3e38
+    if case.broken == "tokens":
+        dy[3, 5], dy[4, 300], x[9, 7] = torch.nan, -torch.inf, torch.inf
+    elif case.broken == "matrix":
+        master[11, 2] = torch.nan
+    site = Site("w", "linear", "int8", dgrad="int8", wgrad="int8", parts=case.parts)
+    weight = LinearWeight(site, backend.publish(site, master.to(device)))
+    made, x = backend.output_gradient(dy.to(device), site), x.to(device)
+    gradient = numbers(seed + 2, rows, case.columns, 20).to(device)
+    backend.wgrad(made.tokens, x, gradient, site)
+    assert isinstance(made.rows, Int8Parts)
+    digested = {
+        "dy": parts_sha256(made.rows),
+        "turned": parts_sha256(operands.transposed_parts(weight.matrix, case.parts)),
+        "dx": sha256(backend.dgrad(made.rows, weight)),
+        "gradient": sha256(gradient),
+    }
+    if case.tokens:
+        for side, name in zip(operands.balanced_rows(made.tokens, x), _SIDES, strict=True):
+            digested[name] = sha256(side.values[:, : case.tokens], side.scales)
+    return digested
+
+
+_SIDES = "dy tokens", "tokens"
+
+
+def parts_sha256(operand: Int8Parts) -> str:
+    """Of the numbers alone, where a back end lays parts out in whole blocks."""
+    sizes, values = block_sizes(operand.parts), operand.values
+    if values.shape[1] != sum(sizes):
+        blocks = values.split(BLOCK, 1)
+        values = torch.cat([block[:, :n] for block, n in zip(blocks, sizes, strict=True)], 1)
+    return sha256(values, operand.scales)
+
+
 def sha256(*tensors: torch.Tensor) -> str:
     made = hashlib.sha256()
     for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor = tensor.masked_fill(tensor.isnan(), torch.nan)
         made.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return made.hexdigest()

@@ -73,17 +73,22 @@ def sample(
 
 
 def policy_gradient(policy: Policy, batches: Sequence[PackedBatch], exact: bool) -> Gradients:
-    """The FP32 gradients of the matrices, on the host."""
+    """The FP32 gradients by master, on the host."""
     tokens = sum(len(batch.rows) for batch in batches)
-    with exact_backward(policy) if exact else nullcontext():
+    with exact_backward(policy, compares=False) if exact else nullcontext():
         for batch in batches:
             scored = ScoredPass(policy, batch, "none")
             scored.forward()
             scored.backward(-batch.advantages / tokens)
-    return {name: one.cpu() for name, one in take_gradients(policy).items() if one.ndim == 2}
+    return {name: one.cpu() for name, one in take_gradients(policy).items()}
+
+
+def of_matrices(gradients: Gradients) -> Gradients:
+    return {name: one for name, one in gradients.items() if one.ndim == 2}
 
 
 def compare(ours: Gradients, exact: Gradients) -> dict[str, Any]:
+    ours, exact = of_matrices(ours), of_matrices(exact)
     together = joined(ours), joined(exact)
     norm = float(together[0].norm() / together[1].norm())
     return {"cosine": cosine(*together), "norm": norm, **summary(ours, exact)}
@@ -104,7 +109,7 @@ def measure(folder: Path, config: RunConfig, reward: Reward = correct) -> dict[s
     other = policy_gradient(load_policy(folder, with_wgrad, device), batches, exact=False)
     return {
         "tokens": sum(len(batch.rows) for batch in batches),
-        "norm": float(joined(exact).norm()),
+        "norm": float(joined(of_matrices(exact)).norm()),
         "own": compare(own, exact),
         "wgrad_bf16": compare(other, exact),
     }

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from isobit.kernels.backend import backend_of
 from isobit.kernels.hopper import int8_backward
 from isobit.kernels.hopper.linear import dgrad, output_gradient, wgrad
 from isobit.kernels.hopper.quantise import publish
@@ -11,6 +12,7 @@ from isobit.kernels.spec import int8_backward as specification
 from isobit.kernels.spec import linear as linear_specification
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Int8Parts, Int8Rows
+from tests.int8_products import BACKWARDS, EXPECTED, backward_digests
 from tests.kernels.comparison import bits
 from tests.kernels.int8_backward import assert_same_parts, check_experts, gradients, of_host
 
@@ -79,3 +81,10 @@ def test_experts_have_the_products_of_their_own_linears(
 ) -> None:
     torch.manual_seed(0)
     check_experts(parts, columns, tokens, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", list(BACKWARDS))
+def test_digests_made_on_a_cpu(name: str) -> None:
+    """SHA-256 of operands and products."""
+    backend = backend_of(torch.device("cuda", torch.cuda.current_device()))
+    assert backward_digests(name, backend, int8_backward) == EXPECTED[name]

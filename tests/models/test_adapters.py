@@ -61,8 +61,13 @@ def moved(policy: Policy, seed: int = 1, size: float = 0.05) -> Policy:
     return policy
 
 
-def make(preset: str = "fp32", **options: Any) -> Policy:
-    return moved(random_policy(config_of(**options), preset, seed=0))
+INT8_DGRAD = {"preset": "int8", "dgrad": "int8"}
+"""All that the backward of a frozen base needs."""
+
+
+def make(preset: Any = "fp32", **options: Any) -> Policy:
+    precision = PrecisionConfig.model_validate(preset)
+    return moved(random_policy(config_of(**options), precision, seed=0))
 
 
 def tokens(policy: Policy, seed: int = 3) -> torch.Tensor:
@@ -149,9 +154,9 @@ def test_gradients_are_those_of_the_merged_matrices(family: Family, lora: Lora) 
         torch.testing.assert_close(d_b, s * dw @ a.t(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
-def test_gradients_do_not_depend_on_what_is_computed_again(preset: str) -> None:
+@pytest.mark.few(2)
+@pytest.mark.parametrize("preset", ["bf16", "fp8", "int8", INT8_DGRAD])
+def test_gradients_do_not_depend_on_what_is_computed_again(preset: Any) -> None:
     policy = make(preset, family="qwen2")
     levels: tuple[Recompute, ...] = ("none", "mlp", "full")
     found: list[dict[str, torch.Tensor]] = []
@@ -165,13 +170,22 @@ def test_gradients_do_not_depend_on_what_is_computed_again(preset: str) -> None:
         assert all(torch.equal(grad, other[name]) for name, grad in found[0].items())
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
-def test_gradients_in_low_precision_are_near_those_in_fp32(preset: str) -> None:
+@pytest.mark.few(2)
+@pytest.mark.parametrize("preset", ["bf16", "fp8", "int8", INT8_DGRAD])
+def test_gradients_in_low_precision_are_near_those_in_fp32(preset: Any) -> None:
     found, exact = gradients(make(preset)), gradients(make("fp32"))
     for name, grad in found.items():
         error = (grad - exact[name]).norm() / exact[name].norm()
         assert error < (0.05 if preset == "bf16" else 0.3), (name, float(error))
+
+
+def test_a_frozen_base_has_dgrad_in_int8() -> None:
+    """Where nothing lies between an adapter and the loss, its gradient is as it was."""
+    as_before, found = (gradients(make(preset, tied=False)) for preset in ("int8", INT8_DGRAD))
+    same = {name for name, grad in found.items() if torch.equal(grad, as_before[name])}
+    assert same == {f"layers.1.down_proj.lora_{one}.weight" for one in "AB"}
+    site = make(INT8_DGRAD).flow.training.linear(0, "qkv_proj")
+    assert (site.dgrad, site.wgrad) == ("int8", "bf16")
 
 
 def test_only_adapters_have_masters_moments_and_checkpoints() -> None:

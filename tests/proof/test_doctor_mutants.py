@@ -2,19 +2,30 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from isobit.kernels import noise
+from isobit.kernels.backend import backend_of
 from isobit.kernels.operands import OutputGradient
-from isobit.kernels.spec import attention, experts, head, linear, pointwise, qkv, quantise
+from isobit.kernels.spec import (
+    attention,
+    experts,
+    head,
+    int8_backward,
+    linear,
+    pointwise,
+    qkv,
+    quantise,
+)
 from isobit.kernels.spec import backend as spec_backend
 from isobit.kernels.spec.attention import PackedAttention
-from isobit.precision.quant_tensor import Int8Rows, QuantTensor
-from isobit.proof import doctor, doctor_quantisers
-from isobit.proof.doctor import _verify_starter, gradient_checks, kernel_checks
+from isobit.precision.quant_tensor import Int8Parts, Int8Rows, QuantTensor
+from isobit.proof import cases, doctor, doctor_quantisers
+from isobit.proof.doctor import _int8_backward, _verify_starter, gradient_checks, kernel_checks
 from isobit.proof.doctor_findings import Check, Finding
 from isobit.proof.doctor_quantisers import quantiser_checks
 from isobit.proof.verify import VerifyOptions
@@ -322,7 +333,7 @@ def larger(x: Any) -> Any:
         return (larger(x[0]), *x[1:])
     if isinstance(x, OutputGradient):
         return OutputGradient(larger(x.rows), x.tokens)
-    if isinstance(x, QuantTensor):
+    if isinstance(x, QuantTensor | Int8Rows | Int8Parts):
         return replace(x, scales=x.scales * 1.01)
     return x * 1.01
 
@@ -334,6 +345,11 @@ BACKWARDS: list[tuple[Any, str, int | None, str]] = [
     (linear, "wgrad", 2, "linear in BF16"),
     (linear, "output_gradient", None, "linear in E4M3"),
     (linear, "input_saved", None, "linear in E4M3"),
+    (linear, "dgrad", None, "linear with a backward in INT8"),
+    (linear, "wgrad", 2, "linear with a backward in INT8"),
+    (linear, "quantise_parts", None, "linear with a backward in INT8"),
+    (linear, "transposed_parts", None, "linear with a backward in INT8"),
+    (linear, "balanced_rows", None, "linear with a backward in INT8"),
     (pointwise, "rms_norm_backward", None, "RMSNorm"),
     (pointwise, "rms_norm_backward", 5, "RMSNorm"),
     (qkv, "rms_norm_backward", None, "Q, K and V"),
@@ -374,6 +390,67 @@ def test_a_backward_that_is_one_percent_wrong(
     name = f"cpu: gradients of {check}"
     found = failures([one for one in gradient_checks((1,)) if one.name == name])
     assert list(found) == [name] and "Error" not in found[name].detail
+
+
+def no_balance(patch: Patch) -> None:
+    ones = torch.ones(cases.ROWS)
+    patch.setattr(int8_backward, "balance", lambda dy, x: (ones, ones))
+
+
+def keep_tokens_of_zeros(patch: Patch) -> None:
+    """Their other side sets the scale of every row."""
+    exact = int8_backward.balance
+
+    def balance(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = exact(dy, x)
+        return left.where(left != 0, 1.0), right.where(right != 0, 1.0)
+
+    patch.setattr(int8_backward, "balance", balance)
+
+
+def one_matrix_for_all_parts(patch: Patch) -> None:
+    """As if nothing were fused, of dY alone."""
+    exact = linear.quantise_parts
+
+    def quantised(dy: torch.Tensor, parts: tuple[int, ...]) -> Int8Parts:
+        one = exact(dy, (sum(parts),))
+        return Int8Parts(one.values, one.scales.repeat(len(parts), 1), parts)
+
+    patch.setattr(linear, "quantise_parts", quantised)
+
+
+@pytest.mark.parametrize("mutate", [no_balance, keep_tokens_of_zeros, one_matrix_for_all_parts])
+def test_a_wrong_backward_in_int8(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    mutate(monkeypatch)
+    name = "cpu: gradients of linear with a backward in INT8"
+    assert list(failures([one for one in gradient_checks((1,)) if one.name == name])) == [name]
+
+
+@pytest.mark.parametrize("product", ["dgrad", "wgrad"])
+def test_a_back_end_whose_backward_in_int8_differs_in_a_bit(product: str) -> None:
+    specification = backend_of(torch.device("cpu"))
+
+    class Other:
+        """The specification, with a bit of one product changed."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(specification, name)
+
+        def dgrad(self, *arguments: Any) -> torch.Tensor:
+            made = specification.dgrad(*arguments)
+            if product == "dgrad":
+                made.view(torch.int16)[5, 7] ^= 1
+            return made
+
+        def wgrad(self, dy: Any, x: Any, grad: torch.Tensor, site: Any) -> None:
+            specification.wgrad(dy, x, grad, site)
+            if product == "wgrad":
+                grad.view(torch.int32)[5, 7] ^= 1
+
+    other: Any = Other()
+    found = Check("other", partial(_int8_backward, other), "fix").find()
+    assert found.status == "fail" and "1 of " in found.detail
+    assert Check("same", partial(_int8_backward, specification), "fix").find().status == "pass"
 
 
 @pytest.mark.exhaustive

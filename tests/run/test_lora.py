@@ -69,6 +69,7 @@ MakeConfig = Callable[..., RunConfig]
     [
         {"precision": "fp8"},
         {"precision": "int8", "algorithm": {"name": "grpo", "kl_coefficient": 0.1}},
+        {"precision": {"preset": "int8", "dgrad": "int8"}},
         {"precision": "bf16", "algorithm": {"name": "ppo"}},
         {"precision": {"preset": "fp8", "kv_scales": "per_tensor"}},
         {"precision": {"preset": "fp8", "kv_scales": "per_tensor", "kv_calibration": "engine"}},

@@ -2,7 +2,7 @@
 those of the training forward.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -23,6 +23,9 @@ from tests.tiny import tiny_model
 TINY = tiny_model(
     intermediate_size=256, num_heads=2, num_kv_heads=1, head_dim=64, max_positions=512
 )
+Keys = Mapping[str, str]
+"""The table ``precision``."""
+INT8_BACKWARD: Keys = {"preset": "int8", "dgrad": "int8", "wgrad": "int8"}
 
 
 @pytest.fixture(autouse=True)
@@ -32,15 +35,15 @@ def one_thread() -> None:
 
 @pytest.fixture
 def make_policy() -> Callable[..., Policy]:
-    def make(preset: Preset = "fp32", seed: int = 0) -> Policy:
-        return random_policy(TINY, PrecisionConfig(preset=preset), seed)
+    def make(preset: Preset | Keys = "fp32", seed: int = 0) -> Policy:
+        return random_policy(TINY, PrecisionConfig.model_validate(preset), seed)
 
     return make
 
 
 @pytest.fixture
 def make_trainer(make_policy: Callable[..., Policy]) -> Callable[..., Trainer]:
-    def make(preset: Preset = "fp32", **settings: float | str) -> Trainer:
+    def make(preset: Preset | Keys = "fp32", **settings: float | str) -> Trainer:
         config = TrainingConfig.model_validate(
             {"tokens_per_microbatch": 128, "learning_rate": 1e-3, **settings}
         )

@@ -20,6 +20,7 @@ from isobit.training.optimiser import AdamW
 from isobit.training.step import train_on_groups
 from isobit.training.trainer import Trainer
 from isobit.util.errors import OutOfMemoryError
+from tests.training.conftest import INT8_BACKWARD
 
 GRPO = build_algorithm(GrpoConfig())
 MakeTrainer = Callable[..., Trainer]
@@ -90,9 +91,9 @@ def equal(first: Trainer, second: Trainer) -> bool:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
-@pytest.mark.parametrize("preset", ["fp8", "fp8-rollout", "int8"])
+@pytest.mark.parametrize("preset", ["fp8", "fp8-rollout", "int8", INT8_BACKWARD])
 def test_the_result_is_that_of_the_smaller_budget(
-    preset: str, fails_in: str, make_trainer: MakeTrainer, make_groups: MakeGroups
+    preset: Any, fails_in: str, make_trainer: MakeTrainer, make_groups: MakeGroups
 ) -> None:
     """Two steps of two updates with warm-up, so that an update counted twice would have another
     learning rate.
@@ -118,9 +119,9 @@ def test_the_result_is_that_of_the_smaller_budget(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("preset", ["fp8", "fp8-rollout", "int8"])
+@pytest.mark.parametrize("preset", ["fp8", "fp8-rollout", "int8", INT8_BACKWARD])
 def test_updates_before_it_keep_their_cut_and_a_recorded_change_is_made_again(
-    preset: str, make_trainer: MakeTrainer, make_groups: MakeGroups
+    preset: Any, make_trainer: MakeTrainer, make_groups: MakeGroups
 ) -> None:
     """Out of memory in the third update of four: a trainer that is told so, and never runs out of
     memory, ends with the same bits.

@@ -29,6 +29,7 @@ from isobit.records.sequence import TokenSequence
 from isobit.training.advantage_estimator import score_sequences
 from isobit.training.rounds import Rounds
 from isobit.training.trainer import Trainer
+from tests.training.conftest import INT8_BACKWARD
 from tests.worlds import in_world
 
 SHAPE: dict[str, Any] = {
@@ -65,6 +66,8 @@ CASES = [
     {"model": "adapters", "preset": "int8", "moments": "fp32"},
     {"model": "mixture", "preset": "fp8", "moments": "fp32", "samples": 3},
     {"model": "untied with biases", "preset": "int8", "moments": "bf16", "samples": 5},
+    {"model": "tied", "preset": INT8_BACKWARD, "moments": "fp8"},
+    {"model": "mixture", "preset": INT8_BACKWARD, "moments": "fp32"},
 ]
 STEPS = 3
 
@@ -89,7 +92,7 @@ def sequences(count: int, seed: int, samples: int = 1) -> list[TokenSequence]:
 def make_trainer(case: dict[str, Any], world: World) -> Trainer:
     policy = random_policy(
         MODELS[case["model"]],
-        PrecisionConfig(preset=case["preset"]),
+        PrecisionConfig.model_validate(case["preset"]),
         7,
         world.own_device(torch.device(case.get("device", "cpu"))),
         world=world,

@@ -2,8 +2,8 @@
 
 The CPU specification is checked operation by operation, at one thread and at all, on the cases of
 ``isobit.proof.cases``.  Of every other back end that has a device here, the quantiser must give the
-specification's bytes for every BF16 number, and rollout and training must agree on a small random
-model.
+specification's bytes for every BF16 number, DGrad and WGrad in INT8 its bits, and rollout and
+training must agree on a small random model.
 """
 
 import math
@@ -18,7 +18,7 @@ import torch
 
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.backend import Backend, backend_of, is_present, support, usable_devices
-from isobit.kernels.operands import Quantised
+from isobit.kernels.operands import LinearWeight, Quantised
 from isobit.models.config import ModelConfig
 from isobit.models.folder import model_needs
 from isobit.models.policy import random_policy
@@ -65,6 +65,7 @@ def _back_end_checks(backend: Backend) -> list[Check]:
     return [
         Check(f"{name}: libraries", partial(_libraries, backend), remedy),
         Check(f"{name}: quantiser", partial(_quantiser, backend), _FIX),
+        Check(f"{name}: backward in INT8", partial(_int8_backward, backend), _FIX),
         *(
             Check(f"{name}: random model, {preset}", partial(_verify, preset, backend.device), _FIX)
             for preset in _PRESETS
@@ -94,6 +95,24 @@ def _quantiser(backend: Backend) -> str:
     assert not isinstance(expected, torch.Tensor)
     _require_same("INT8", ours, expected)
     return "all 65,536 BF16 numbers have the specification's bytes, in E4M3 and in INT8"
+
+
+def _int8_backward(backend: Backend) -> str:
+    """Of several parts and of tokens that fill no block, beside each other."""
+    parts, columns, tokens = (256, 72), 160, cases.ROWS
+    x, dy = (cases.wide(tokens, n, seed=n, dtype=cases.BF16) for n in (columns, sum(parts)))
+    site, dy[0], x[1] = linear_cases.int8_site(parts), 0.0, 0.0
+    made = list[dict[str, torch.Tensor]]()
+    for side in (backend, backend_of(torch.device("cpu"))):
+        matrix = side.publish(site, cases.wide(sum(parts), columns).to(side.device))
+        gradient = side.output_gradient(dy.to(side.device), site)
+        grad = cases.wide(sum(parts), columns, seed=1).to(side.device)
+        side.wgrad(gradient.tokens, x.to(side.device), grad, site)
+        d_x = side.dgrad(gradient.rows, LinearWeight(site, matrix))
+        made.append({"DGrad": d_x.cpu(), "WGrad": grad.cpu()})
+    for name, ours in made[0].items():
+        require_equal(f"{name} in INT8 and the specification's", ours, made[1][name])
+    return "DGrad and WGrad have the specification's bits"
 
 
 def _require_same(name: str, ours: Quantised, expected: Quantised) -> None:
@@ -162,6 +181,7 @@ GRADIENTS: dict[str, tuple[Callable[[], Case], ...]] = {
         )
         for format in ("e4m3", "int8", "bf16")
     },
+    "linear with a backward in INT8": (linear_cases.dgrad_in_int8, linear_cases.wgrad_in_int8),
     "RMSNorm": (cases.rms_norm,),
     "Q, K and V": (cases.transformed_qkv,),
     "Q, K and V before 8 bits": (partial(cases.transformed_qkv, is_rotated=True),),

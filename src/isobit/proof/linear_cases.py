@@ -22,6 +22,7 @@ from isobit.precision.quant_tensor import (
     BLOCK,
     DTYPES,
     EIGHT_BITS,
+    INT8_MAX,
     Format,
     Int8Rows,
     QuantTensor,
@@ -197,3 +198,73 @@ def wgrad(
         gradients=gradients,
         dy=as_read(dy),
     )
+
+
+def int8_site(parts: tuple[int, ...]) -> Site:
+    """A linear whose three products are in INT8."""
+    return Site("case", "linear", "int8", dgrad="int8", wgrad="int8", parts=parts)
+
+
+def dgrad_in_int8(
+    parts: tuple[int, ...] = (256, 72), columns: int = 160, tokens: int = ROWS
+) -> Case:
+    """DGrad, over dY and W^T as INT8 behind a Hadamard matrix over the rows of each part."""
+    site = int8_site(parts)
+    weight = LinearWeight(site, publish(site, wide(sum(parts), columns, seed=1)))
+    dy = wide(tokens, sum(parts), seed=2, dtype=BF16)
+    assert isinstance(weight.matrix, Int8Rows)
+    by_column = dequantise_int8(weight.matrix).t()
+
+    def as_read(x: Tensor) -> Tensor:
+        made = [quantise_int8(part) for part in x.split(parts, 1)]
+        sizes = [rotation_size(part) for part in parts]
+        scaled = [Int8Rows(q.values, q.scales / n) for q, n in zip(made, sizes, strict=True)]
+        return torch.cat([dequantise_int8(part) for part in scaled], 1)
+
+    def gradients() -> dict[str, Tensor]:
+        made = linear_module.output_gradient(dy, site).rows
+        return {"x": linear_module.dgrad(made, weight)}
+
+    read = as_read(by_column)
+    return Case(
+        "linear in INT8",
+        {"x": torch.zeros(tokens, columns, dtype=BF16)},
+        lambda x: x @ read.to(x.dtype),
+        gradients=gradients,
+        dy=as_read(dy),
+    )
+
+
+def wgrad_in_int8(
+    parts: tuple[int, ...] = (256, 72), columns: int = 160, tokens: int = ROWS
+) -> Case:
+    """WGrad to the bit.  Balancing turns tokens of sizes between 2^-60 and 2^60 into the integers
+    that they were made of, which INT8 holds; of two tokens a side is zero, and the other large.
+    """
+    size = torch.exp2(torch.arange(tokens) * 37 % 121 - 60.0)[:, None]
+    x, dy = _integers(tokens, columns, 1) / size, _integers(tokens, sum(parts), 2) * size
+    x[-1], dy[-1], x[0], dy[0] = 0.0, 3e38, 3e38, 0.0
+    x, dy, site = x.to(BF16), dy.to(BF16), int8_site(parts)
+
+    def gradients() -> dict[str, Tensor]:
+        grad = torch.zeros(sum(parts), columns)
+        made = linear_module.output_gradient(dy, site).tokens
+        linear_module.wgrad(made, linear_module.input_saved(x, site), grad, site)
+        return {"weight": grad}
+
+    return Case(
+        "linear in INT8",
+        {"weight": torch.zeros(sum(parts), columns)},
+        lambda weight: x.to(weight.dtype) @ weight.t(),
+        gradients=gradients,
+        dy=dy,
+        gradient_tolerance=2.0**-40,  # sums of so few products are exact in FP32
+    )
+
+
+def _integers(rows: int, columns: int, seed: int) -> Tensor:
+    """FP32 integers in -127 .. 127, whose largest is 127 in every row and in every column."""
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randint(-127, 128, (rows, columns), generator=generator).float()
+    made[:, 3 % columns] = made[rows // 2] = INT8_MAX
+    return made

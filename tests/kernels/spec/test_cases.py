@@ -13,7 +13,7 @@ from isobit.precision.quant_tensor import Format, ScaleKind
 from isobit.proof import cases, expert_cases, linear_cases
 from isobit.proof.cases import ROWS, Case, check_gradients, check_rows
 from isobit.proof.expert_cases import expert_gradients
-from isobit.proof.linear_cases import dgrad, linear, wgrad
+from isobit.proof.linear_cases import dgrad, dgrad_in_int8, linear, wgrad, wgrad_in_int8
 from tests.kernels.comparison import relative_error
 
 Make = Callable[[], Case]
@@ -96,6 +96,11 @@ DIFFERENTIATED: dict[str, Make] = {
 FORWARDS = {**{name: make for name, (make, *_) in LINEARS.items()}, **OTHERS, **DIFFERENTIATED}
 BACKWARDS = {
     **{f"{name} {i}": make for name, made in LINEARS.items() for i, make in enumerate(made[1:])},
+    **{
+        f"{name} in INT8 {shape}": partial(make, *PARTS[shape])
+        for name, make in (("DGrad", dgrad_in_int8), ("WGrad", wgrad_in_int8))
+        for shape in PARTS
+    },
     **DIFFERENTIATED,
 }
 

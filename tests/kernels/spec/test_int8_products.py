@@ -7,10 +7,10 @@ import torch
 
 from isobit.kernels.backend import backend_of
 from isobit.kernels.operands import LinearWeight, Operand, Routing
-from isobit.kernels.spec import linear
+from isobit.kernels.spec import int8_backward, linear
 from isobit.kernels.spec.experts import one_expert
 from isobit.precision.quant_tensor import Int8Rows
-from tests.int8_products import EXPECTED, PRODUCTS, digests
+from tests.int8_products import BACKWARDS, EXPECTED, PRODUCTS, backward_digests, digests
 
 SPEC = backend_of(torch.device("cpu"))
 
@@ -36,3 +36,17 @@ def test_digests(name: str) -> None:
 def test_without_instructions_for_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "int_mm_is_exact", lambda: False)
     assert digests(name, SPEC, grouped)["product"] == EXPECTED[name]["product"]
+
+
+@pytest.mark.parametrize("has_instructions", [True, False])
+@pytest.mark.parametrize("name", list(BACKWARDS))
+def test_digests_of_the_backward(
+    name: str, has_instructions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_instructions:
+        monkeypatch.setattr(linear, "int_mm_is_exact", lambda: False)
+    assert backward_digests(name, SPEC, int8_backward) == EXPECTED[name]
+
+
+def test_every_case_has_digests() -> None:
+    assert list(EXPECTED) == [*PRODUCTS, *BACKWARDS]

@@ -5,11 +5,18 @@ The precision flow out of the manifest.
 
 from pathlib import Path
 
+import pytest
+
+from isobit.config.precision import PrecisionConfig
+from isobit.models.decoder import decoder_shape
 from isobit.observe.figures import Figures
 from isobit.observe.report.flow_view import view_flow
 from isobit.observe.report.samples import MOST_PROMPTS, MOST_TOKENS, choose_samples
 from isobit.observe.run_record import RunRecord
+from isobit.precision.flow import build_flow, describe_flow
+from isobit.store.manifest import precision_graph
 from tests.observe.report.run_files import SITES, completion_line, manifest
+from tests.tiny import TINY
 
 
 def test_training_samples_are_spread_and_evaluated_problems_come_first_and_last() -> None:
@@ -132,6 +139,24 @@ def test_int8_says_how_it_is_scaled() -> None:
         "qkv_proj": ("INT8", "Hadamard, a scale a row"),
         "attention": ("INT8", "a scale a token and head"),
     }
+
+
+@pytest.mark.parametrize("dgrad", [None, "fp8", "int8"])
+@pytest.mark.parametrize("wgrad", [None, "fp8", "int8", "bf16"])
+def test_the_start_and_the_report_name_the_backwards_formats(
+    dgrad: str | None, wgrad: str | None
+) -> None:
+    config = PrecisionConfig.model_validate({"preset": "int8", "dgrad": dgrad, "wgrad": wgrad})
+    flow = build_flow(config, decoder_shape(TINY))
+    named = {"fp8": "E4M3", "int8": "INT8", "bf16": "BF16"}
+    of_dx, of_dw = named[dgrad or "fp8"], named[wgrad or "bf16"]
+    lines = [line for line in describe_flow(flow) if "_proj" in line]
+    assert lines and all(line.endswith(f"dgrad {of_dx}, wgrad {of_dw}") for line in lines)
+    view = view_flow(record(manifest(precision=precision_graph(flow, True))))
+    assert view is not None
+    sites = [site for site in view.stages[1].sites if site.name.endswith("_proj")]
+    assert len(sites) == 4
+    assert {(site.dgrad, site.wgrad) for site in sites} == {(of_dx, of_dw)}
 
 
 def test_no_manifest_no_flow() -> None:

@@ -668,6 +668,8 @@ def wgrad(dy: Operand, x: Operand, grad: torch.Tensor, site: Site) -> None:
         fp8_gemm_tn(dy, x, grad)
         return
     assert isinstance(x, torch.Tensor)
+    if not len(x):
+        return
     if site.wgrad_of(len(x)) == "int8":
         int8_backward.wgrad(*balanced_rows(Unbalanced.of(dy), x), grad)
         return
