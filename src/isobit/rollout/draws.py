@@ -39,14 +39,10 @@ def take_ready(plan: Plan, states: States, rows: Sequence[int]) -> Ready:
 
 def distinct_rows(ready: Ready) -> tuple[States, list[int]]:
     """The states of the R tokens that occur, and for each sample the row of its own: samples of a
-    prompt, side by side, share one.
+    prompt share one.
     """
-    distinct: list[States] = []
-    rows: list[int] = []
-    for _, state in ready:
-        if not distinct or state is not distinct[-1]:
-            distinct.append(state)
-        rows.append(len(distinct) - 1)
+    distinct: dict[States, int] = {}
+    rows = [distinct.setdefault(state, len(distinct)) for _, state in ready]
     routings = [state.routings for state in distinct if state.routings is not None]
     hidden = torch.stack([state.hidden for state in distinct])
     return States(hidden, torch.stack(routings) if routings else None), rows

@@ -45,6 +45,7 @@ from isobit.rollout.engine import Follow, SampleEvent, parted
 from isobit.rollout.engine_stats import EngineStats
 from isobit.rollout.executor import executor_of
 from isobit.rollout.graph_runner import GraphRunner
+from isobit.rollout.order import AnswerLengths
 from isobit.rollout.requests import EngineLimits, Handle, Request, check_limits, requests_of
 from isobit.rollout.runner import ModelRunner, PipelineRunner, PolicyRunner
 from isobit.rollout.scheduler import Scheduler
@@ -94,6 +95,7 @@ class NativeEngine:
         self._tokenizer = tokenizer
         self._seed = seed
         make_runner = make_runner or partial(_default_runner, max_sequences=config.max_sequences)
+        self._lengths = AnswerLengths()
         self._live: dict[Handle, Sample] = {}
         """In the order of arrival."""
         self._streams: dict[Handle, SampleStream] = {}
@@ -351,6 +353,7 @@ class NativeEngine:
             self.max_sequences,
             self._batched_tokens,
             self.stats,
+            self._lengths,
             self._executor.patience,
         )
         return allocator, scheduler

@@ -164,7 +164,7 @@ class PipelineRunner(Protocol):
 
     def draw(self, ready: Sequence[tuple[Sample, States]]) -> None:
         """Draw the next token of each sample from the state of its last; samples of one prompt may
-        share one, side by side.
+        share one.
         """
         ...
 

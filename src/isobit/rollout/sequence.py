@@ -228,17 +228,19 @@ class CachedTokens:
 
 class SharedPrompt(CachedTokens):
     """The prompt of one request.  It holds its pages for as long as samples wait to start from
-    them: ``waiting`` counts those that are in the scheduler's line.
+    them: ``waiting`` counts those that are in the scheduler's line, and ``has_begun`` says whether
+    any has started.
 
     ``last`` is the state of its last token: the first token of every sample is drawn from it.
     """
 
-    __slots__ = ("last", "request", "waiting")
+    __slots__ = ("has_begun", "last", "request", "waiting")
 
     def __init__(self, request: Request, max_pages: int) -> None:
         super().__init__(list(request.prompt.token_ids), max_pages, request.adapter)
         self.request = request
         self.waiting = 0
+        self.has_begun = False
         self.last: States | None = None
 
     @property
@@ -268,6 +270,7 @@ class Sample(CachedTokens):
         "finish_reason",
         "given",
         "handle",
+        "heat",
         "in_flight",
         "key",
         "log_probs",
@@ -294,6 +297,8 @@ class Sample(CachedTokens):
         self.handle = Handle(request.prompt.id, request.visit, index)
         self.key = request.noise_key(seed, index)
         self.max_length = max_length
+        self.heat = 0
+        """Samples of a lower one start before it; 0 for those that have started before."""
         self.in_flight = 0
         self.on_device = False
         self.given: list[tuple[int, int]] = []
