@@ -26,6 +26,7 @@ from collections.abc import Iterable
 from math import inf
 
 from isobit.memory.cache_size import PageAllocator
+from isobit.rollout.requests import Handle
 from isobit.rollout.sequence import Sample, SharedPrompt
 
 HELD_SHARE = 1 / 4
@@ -43,13 +44,12 @@ class AnswerLengths:
         self._longest: dict[str, tuple[int, int, int]] = {}
         """By prompt: its last visit, the longest answer of that, and of the one before."""
 
-    def note(self, sample: Sample) -> None:
-        """A sample has ended."""
-        request = sample.prompt.request
-        name, length = request.prompt.id, sample.length - sample.prompt.length
-        visit, longest, before = self._longest.pop(name, (request.visit, 0, 0))
-        if request.visit > visit:
-            visit, longest, before = request.visit, 0, longest
+    def note(self, handle: Handle, length: int) -> None:
+        """A sample has ended, with an answer of so many tokens."""
+        name = handle.prompt_id
+        visit, longest, before = self._longest.pop(name, (handle.visit, 0, 0))
+        if handle.visit > visit:
+            visit, longest, before = handle.visit, 0, longest
         self._longest[name] = visit, max(longest, length), before
         if len(self._longest) > MOST_PROMPTS:
             del self._longest[next(iter(self._longest))]

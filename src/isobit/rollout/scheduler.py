@@ -37,6 +37,7 @@ from itertools import islice
 from typing import Protocol, TypeVar
 
 from isobit.memory.cache_size import PageAllocator
+from isobit.rollout.drafts import Drafter
 from isobit.rollout.engine_stats import EngineStats
 from isobit.rollout.order import AnswerLengths, arranged
 from isobit.rollout.sequence import CachedTokens, Sample, SharedPrompt, States
@@ -95,6 +96,7 @@ class Scheduler:
         max_batched_tokens: tokens of one forward.
         stats: counters to fill; others may take their place between two steps.
         lengths: what is known of answers; outlives the scheduler.
+        drafter: guesses tokens that decoding samples may draw; None where none are to be.
         patience: forwards of decoding samples alone for which others wait to start together.
     """
 
@@ -106,10 +108,12 @@ class Scheduler:
         max_batched_tokens: int,
         stats: EngineStats,
         lengths: AnswerLengths,
+        drafter: Drafter | None = None,
         patience: int = 0,
     ) -> None:
         self.stats = stats
         self._lengths, self._heat = lengths, 1
+        self._drafter = drafter
         self._patience, self._waited = patience, 0
         self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []
@@ -179,20 +183,22 @@ class Scheduler:
         is the last of its sample.
         """
         self._reserve_for_running()
-        plan: Plan = []
+        decoding: list[Sample] = []
         behind: list[Sample] = []
         for sample in self.running:
             remaining = sample.remaining
             if remaining == 1:
-                plan.append((sample, 1))
+                decoding.append(sample)
             elif remaining:
                 behind.append(sample)
+        plan: Plan = [(sample, 1) for sample in decoding]
+        budget = self._max_batched_tokens - len(plan)
         if not self._starts_wait(len(plan), behind):
-            budget = self._max_batched_tokens - len(plan)
             for sample in behind:
                 if budget > 0:
                     budget -= self._add_chunk(plan, sample, budget)
-            self._plan_prompts(plan, budget)
+            budget = self._plan_prompts(plan, budget)
+        self._plan_drafts(plan, decoding, budget)
         assert not self._sources, "pages are copied as samples start, before anything is written"
         self._clear_pages()
         return plan
@@ -200,7 +206,7 @@ class Scheduler:
     def advance(self, plan: Plan) -> None:
         """The forward of ``plan`` has been computed: its tokens are in the cache."""
         for sequence, count in plan:
-            sequence.cached += count
+            sequence.cached += count - len(sequence.draft)
         self.stats.forwards += 1
 
     def start(self) -> list[tuple[Sample, States]]:
@@ -241,15 +247,19 @@ class Scheduler:
 
     def remove_finished(self) -> None:
         """Take the finished samples out and free their pages, which are parked where they are
-        expected back.
+        expected back; those that are spoilt go back into the line.
         """
+        for sample in [sample for sample in self.running if sample.is_spoilt]:
+            self._requeue(sample)
         finished = [sample for sample in self.running if sample.finish_reason is not None]
         if finished:
             self.running = [sample for sample in self.running if sample.finish_reason is None]
             self._executor.forget(finished)
             self._finished += finished
             for sample in finished:
-                self._lengths.note(sample)
+                self._lengths.note(sample.handle, sample.length - sample.prompt.length)
+                if self._drafter is not None:
+                    self._drafter.note(sample)
                 if sample.prompt.request.comes_back and sample.finish_reason == "stop":
                     sample.park_pages(self._allocator)
                 else:
@@ -264,7 +274,7 @@ class Scheduler:
         self.remove_finished()
         self._let_prompts_go()
         while self.running:
-            self._requeue_last()
+            self._requeue(self.running[-1])
         self._allocator.drop_parked()
 
     def _arrange(self) -> None:
@@ -346,9 +356,9 @@ class Scheduler:
             seen.add(prompt)
             yield sample
 
-    def _plan_prompts(self, plan: Plan, budget: int) -> None:
+    def _plan_prompts(self, plan: Plan, budget: int) -> int:
         """Fill the rest of the budget with the prompts of the samples that could start after this
-        forward.
+        forward; what is left of it.
         """
         for sample in self._first_of_prompts():
             prompt = sample.prompt
@@ -362,6 +372,31 @@ class Scheduler:
             count = self._add_chunk(plan, prompt, budget)
             budget -= count
             self.stats.prompt_tokens += count
+        return budget
+
+    def _plan_drafts(self, plan: Plan, decoding: Sequence[Sample], budget: int) -> None:
+        """Put guesses behind the decoding samples, which come first in the plan, within the rest of
+        the budget.
+        """
+        if self._drafter is None:
+            return
+        most = self._drafter.most_drafted(len(decoding))
+        for place, sample in enumerate(decoding):
+            # the last token that a sample may have is drawn from the row before it
+            count = min(most, budget, sample.max_length - sample.length - 1)
+            if count > 0 and (count := self._reserve_behind(sample, count)):
+                sample.draft = self._drafter.draft(sample, count)
+                plan[place] = sample, 1 + len(sample.draft)
+                budget -= len(sample.draft)
+
+    def _reserve_behind(self, sample: Sample, count: int) -> int:
+        """Of so many places behind a running sample's tokens, those that have a page of its own; it
+        gets one that others will not miss at once.
+        """
+        if sample.reserved < sample.length + count and self._allocator.num_free > len(self.running):
+            sample.add_page(self._allocator.allocate())
+            sample.reserved += self._allocator.page_tokens
+        return min(count, sample.reserved - sample.length)
 
     def _add_chunk(self, plan: Plan, sequence: CachedTokens, budget: int) -> int:
         count = min(budget, sequence.remaining)
@@ -416,7 +451,7 @@ class Scheduler:
             self._held.pop().drop_pages(self._allocator)
         else:
             assert len(self.running) > 1, "a sample that is alone with the cache fits into it"
-            self._requeue_last()
+            self._requeue(self.running[-1])
             self.stats.preemptions += 1
 
     def _reserve(self, sequence: CachedTokens) -> bool:
@@ -457,8 +492,8 @@ class Scheduler:
             self._executor.copy_pages(self._sources, self._targets)
             self._sources, self._targets = [], []
 
-    def _requeue_last(self) -> None:
-        sample = self.running.pop()
+    def _requeue(self, sample: Sample) -> None:
+        self.running.remove(sample)
         assert sample.in_flight == 0, "a sample goes back with all its tokens known"
         self._executor.forget([sample])
         self.stats.recomputed_tokens += max(0, sample.cached - len(sample.prompt.tokens))
