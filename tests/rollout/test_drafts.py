@@ -28,6 +28,7 @@ from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Handle, Request
 from isobit.rollout.runner import ForwardBatch, PolicyRunner
 from isobit.rollout.sequence import Sample, SharedPrompt, States
+from isobit.run.loop import train
 from isobit.util.errors import ConfigError
 from tests.models.test_adapters import base
 from tests.rollout import test_adapters, test_moving, test_parked
@@ -45,7 +46,7 @@ from tests.rollout.test_native import batches, tokens_and_log_probs
 from tests.rollout.test_open_engine import check_empty, ended, open_engine
 from tests.rollout.test_sequence import BYTES
 from tests.suites import examples
-from tests.tiny import small_run
+from tests.tiny import json_lines, save_tiny, small_run
 
 __all__ = ["base", "folders"]  # fixtures
 
@@ -476,3 +477,24 @@ def test_other_engines_refuse_it_and_the_memory_plan_counts_its_logits(tmp_path:
     )
     assert more - plain == 12 * TINY.num_drawn * SPECULATED_ROWS
     assert tuple(sorted(drafts.CONTEXTS, reverse=True)) == drafts.CONTEXTS
+
+
+@pytest.mark.exhaustive
+def test_a_run_leaves_the_same_bytes(tmp_path: Path) -> None:
+    """Of its completions and its weights, after visits of the same prompts."""
+    folder = save_tiny(tmp_path / "model")
+    left: dict[int, list[bytes]] = {}
+    for most in (0, 6):
+        sections: dict[str, Any] = {
+            "rollout": {"max_new_tokens": 24, "temperature": 0.2, "speculation": most},
+            "data": {"train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 2}},
+        }
+        run = tmp_path / str(most)
+        train(small_run(folder, run, **sections))
+        files = ("completions.jsonl", "model/model.safetensors")
+        left[most] = [(run / file).read_bytes() for file in files]
+        accepted = [
+            one.get("rollout/accepted_tokens", 0) for one in json_lines(run / "metrics.jsonl")
+        ]
+        assert bool(sum(accepted)) == bool(most)
+    assert left[0] == left[6]
