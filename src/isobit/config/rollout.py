@@ -7,6 +7,8 @@ from pydantic import Field, field_validator, model_validator
 from isobit.config.base import MAX_BATCH, MAX_COUNT, MAX_FACTOR, MAX_WAIT_S, HomePath, Strict
 from isobit.config.model_shape import MAX_POSITIONS, MAX_VOCAB_SIZE
 
+MAX_DRAFT = 64
+
 
 class RolloutConfig(Strict):
     max_new_tokens: int = Field(default=512, gt=0, le=MAX_POSITIONS)
@@ -40,6 +42,13 @@ class RolloutConfig(Strict):
     """
     kv_memory_gib: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
     """Size of the KV cache; by default 2 on a CPU, and on a GPU what is free or planned."""
+
+    speculation: int = Field(default=0, ge=0, le=MAX_DRAFT)
+    """The most tokens that are guessed behind a sequence, from its prompt and from earlier answers
+    to it, and verified in one forward. No token, log-probability or byte of a run depends on it. 0
+    is off, the default until its speed has been measured on a GPU; there it is not used yet, and a
+    line says so.
+    """
 
     @field_validator("top_k")
     @classmethod

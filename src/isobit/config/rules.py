@@ -105,6 +105,11 @@ def check_engine(config: RunConfig) -> None:
         )
     if engine == "native":
         return
+    if rollout.speculation:
+        raise ConfigError(
+            f"rollout.speculation is the native engine's, and rollout.engine is {engine!r}; leave "
+            "it out, and give it to each server of Isobit's as --rollout.speculation"
+        )
     if cluster.is_launched or cluster.rollouters:
         raise ConfigError(
             f"rollout.engine is {engine!r}, which runs in the process of a run that has "

@@ -42,6 +42,11 @@ RESERVE = 4 * _GIB
 gaps.
 """
 
+SPECULATED_ROWS = 64
+"""Rows of a forward up to which guesses stand behind decoding sequences, by estimate: a decode step
+waits for weights, so that a further row of few costs little.
+"""
+
 
 def pages_for(num_tokens: int, page_tokens: int) -> int:
     """Pages of ``page_tokens`` tokens for a sequence of ``num_tokens``."""
@@ -292,4 +297,5 @@ def forward_bytes(
     token = 8 * shape.hidden_size + 12 * qkv + made + sum(half.noted for half in halves)
     tokens = batched_tokens(config, sizes)
     keys = 4 * shape.num_kv_heads * shape.head_dim * (tokens + shape.max_positions)
-    return token * tokens + once + keys + 3 * 4 * shape.num_drawn * config.max_sequences
+    drawn = config.max_sequences + (SPECULATED_ROWS if config.speculation else 0)
+    return token * tokens + once + keys + 3 * 4 * shape.num_drawn * drawn

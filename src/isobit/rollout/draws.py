@@ -7,6 +7,7 @@ depend on what else is drawn with it.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -17,12 +18,14 @@ from isobit.rollout.sequence import Sample, SharedPrompt, States
 from isobit.util.errors import NonFiniteError
 
 Ready = Sequence[tuple[Sample, States]]
-"""Samples to draw a token for, each with the state of its last one."""
+"""Samples to draw a token for, each with the state of its last one; behind it those of its
+guesses.
+"""
 
 
 def take_ready(plan: Plan, states: States, rows: Sequence[int]) -> Ready:
     """Give finished prompts their last token's state; the samples that are up to date now, each
-    with its own.
+    with its own, and once more with that of each guess behind it.
 
     ``rows[i]``: the row of ``states`` that belongs to the last token of sequence ``i`` of the plan.
     """
@@ -33,20 +36,17 @@ def take_ready(plan: Plan, states: States, rows: Sequence[int]) -> Ready:
         if isinstance(sequence, SharedPrompt):
             sequence.last = states.row(row).clone()
         elif isinstance(sequence, Sample):
-            ready.append((sequence, states.row(row)))
+            first = row - len(sequence.draft)
+            ready += [(sequence, states.row(at)) for at in range(first, row + 1)]
     return ready
 
 
 def distinct_rows(ready: Ready) -> tuple[States, list[int]]:
     """The states of the R tokens that occur, and for each sample the row of its own: samples of a
-    prompt, side by side, share one.
+    prompt share one.
     """
-    distinct: list[States] = []
-    rows: list[int] = []
-    for _, state in ready:
-        if not distinct or state is not distinct[-1]:
-            distinct.append(state)
-        rows.append(len(distinct) - 1)
+    distinct: dict[States, int] = {}
+    rows = [distinct.setdefault(state, len(distinct)) for _, state in ready]
     routings = [state.routings for state in distinct if state.routings is not None]
     hidden = torch.stack([state.hidden for state in distinct])
     return States(hidden, torch.stack(routings) if routings else None), rows
@@ -58,8 +58,8 @@ def truncates(samples: Sequence[Sample]) -> bool:
 
 
 def draws_of(rows: Sequence[int], samples: Sequence[Sample]) -> Draws:
-    """Temperature, noise and filters of each sample, on the host; ``rows`` of the logits are those
-    that their tokens come from.
+    """Temperature, noise and filters of each sample's next token, on the host, or of its next ones
+    where it occurs several times in a row; ``rows`` of the logits are those that they come from.
     """
     sampling = [sample.prompt.request.sampling for sample in samples]
     filters = None
@@ -73,7 +73,9 @@ def draws_of(rows: Sequence[int], samples: Sequence[Sample]) -> Draws:
         rows=torch.tensor(rows, dtype=torch.int32),
         temperatures=torch.tensor([params.temperature for params in sampling], dtype=torch.float32),
         keys=torch.tensor([sample.key for sample in samples]),
-        positions=torch.tensor([sample.length for sample in samples]),
+        positions=torch.tensor(
+            [one.length + place for one, its in groupby(samples) for place, _ in enumerate(its)]
+        ),
         filters=filters,
     )
 

@@ -31,6 +31,10 @@ class EngineStats:
     """Pieces of prompts, or of recomputations, that the token budget of a forward cut off before
     the end.
     """
+    drafted_tokens: int = 0
+    """Guesses of tokens that were verified (``isobit.rollout.drafts``)."""
+    accepted_tokens: int = 0
+    """Tokens drawn in the step of an earlier one, because that was guessed."""
     forwards: int = 0
     seconds: float = 0.0
     update_s: float = 0.0

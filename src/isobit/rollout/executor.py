@@ -19,13 +19,15 @@ tokens that it knows.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from math import isfinite
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from isobit.rollout.drafts import rate_after
 from isobit.rollout.draws import (
     Ready,
     distinct_rows,
@@ -35,7 +37,13 @@ from isobit.rollout.draws import (
     place_of,
 )
 from isobit.rollout.engine_stats import EngineStats
-from isobit.rollout.runner import ModelRunner, PendingTokens, PipelineRunner, build_batch
+from isobit.rollout.runner import (
+    DrawnToken,
+    ModelRunner,
+    PendingTokens,
+    PipelineRunner,
+    build_batch,
+)
 from isobit.rollout.scheduler import Plan, by_adapter
 from isobit.rollout.sequence import Sample, States
 from isobit.util.errors import NonFiniteError
@@ -57,6 +65,9 @@ class Executor(ABC, Generic[Runner]):
 
     patience = 0
     """Steps for which prompts wait for others (``Scheduler``)."""
+    verifies = False
+    """Whether a step can draw from the rows of guesses behind a sample's last token. Where decode
+    steps are captured, it would take one for each number of them."""
 
     def __init__(
         self, runner: Runner, make_runner: Callable[[], Runner], stats: EngineStats
@@ -142,6 +153,8 @@ def executor_of(
 class DirectExecutor(Executor[ModelRunner]):
     """Carries out plans and waits for every result: no token is ever in flight."""
 
+    verifies = True
+
     @property
     def is_pending(self) -> bool:
         return False
@@ -161,7 +174,9 @@ class DirectExecutor(Executor[ModelRunner]):
         return None if computed and runner.version != self._version else computed
 
     def draw(self, ready: Ready) -> None:
-        """Draw a token for every sample that is up to date, and accept it."""
+        """Draw a token for every sample that is up to date, and accept it; and those behind it, for
+        as long as they were guessed.
+        """
         if not ready:
             return
         states, rows = distinct_rows(ready)
@@ -170,24 +185,40 @@ class DirectExecutor(Executor[ModelRunner]):
         if not samples:
             return
         drawn = self.runner.draw(logits, draws_of(rows, samples))
-        routings: list[int | None] = [None] * len(samples)
-        if states.routings is not None:
-            routings = states.routings[kept][rows].tolist()
-        for sample, token_id, log_prob, routing in zip(
-            samples, drawn.tokens.tolist(), drawn.log_probs.tolist(), routings, strict=True
-        ):
-            sample.accept(token_id, log_prob, self._version, routing)
-        if drawn.truncated is not None:
-            for sample, log_prob in zip(samples, drawn.truncated.tolist(), strict=True):
-                sample.truncated_log_probs.append(log_prob)
-        self.stats.generated_tokens += len(samples)
+        none: list[Any] = [None] * len(samples)
+        truncated = none if drawn.truncated is None else drawn.truncated.tolist()
+        routings = none if states.routings is None else states.routings[kept][rows].tolist()
+        columns = drawn.tokens.tolist(), drawn.log_probs.tolist(), truncated, routings
+        tokens = [DrawnToken(*row) for row in zip(samples, *columns, strict=True)]
+        for sample, its in groupby(tokens, key=lambda token: token.sample):
+            self._accept(sample, its)
+
+    def _accept(self, sample: Sample, tokens: Iterable[DrawnToken]) -> None:
+        """Accept the first of its tokens, and each further one while those before were guessed and
+        did not end the sample: the row that it was drawn from is that of the guess.
+        """
+        draft, sample.draft, accepted = sample.draft, (), 0
+        for place, drawn in enumerate(tokens):
+            if place:
+                if sample.finish_reason is not None or sample.tokens[-1] != draft[place - 1]:
+                    break
+                sample.cached += 1
+                accepted += 1
+            sample.accept(drawn.token_id, drawn.log_prob, self._version, drawn.routing)
+            if drawn.truncated_log_prob is not None:
+                sample.truncated_log_probs.append(drawn.truncated_log_prob)
+        sample.acceptance = rate_after(sample.acceptance, len(draft), accepted)
+        self.stats.generated_tokens += 1 + accepted
+        self.stats.drafted_tokens += len(draft)
+        self.stats.accepted_tokens += accepted
 
 
 def _with_finite(
     logits: Tensor, rows: list[int], samples: list[Sample]
 ) -> tuple[list[Sample], list[int], Tensor, list[int]]:
     """The samples whose logits are finite, their rows among those that are left of FP32 logits
-    [R, V], these logits, and the rows that they had. The other samples fail.
+    [R, V], these logits, and the rows that they had. The other samples fail; one with guesses is
+    spoilt instead, since a guess may have made its neighbours read a NaN.
     """
     temperatures = torch.ones(logits.shape[0])
     temperatures[rows] = torch.tensor(
@@ -196,13 +227,16 @@ def _with_finite(
     finite = finite_rows(logits, temperatures.to(logits.device)).tolist()
     if all(finite):
         return samples, rows, logits, list(range(len(finite)))
-    for row, sample in zip(rows, samples, strict=True):
-        if not finite[row]:
+    left_out = {sample: row for row, sample in zip(rows, samples, strict=True) if not finite[row]}
+    for sample, row in left_out.items():
+        if sample.draft:
+            sample.spoil()
+        else:
             sample.fail(non_finite(logits[row], sample))
-    kept = [row for row, is_finite in enumerate(finite) if is_finite]
+    left = [pair for pair in zip(samples, rows, strict=True) if pair[0] not in left_out]
+    kept = list(dict.fromkeys(row for _, row in left))
     place_of_row = {row: place for place, row in enumerate(kept)}
-    left = [(one, place_of_row[row]) for one, row in zip(samples, rows, strict=True) if finite[row]]
-    return [one for one, _ in left], [place for _, place in left], logits[kept], kept
+    return [one for one, _ in left], [place_of_row[row] for _, row in left], logits[kept], kept
 
 
 class PipelinedExecutor(Executor[PipelineRunner]):

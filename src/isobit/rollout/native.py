@@ -40,16 +40,19 @@ from isobit.memory.cache_size import (
 from isobit.models.function import LogProbFunction, SampledPolicy, function_of
 from isobit.precision.kv_scales import KvScales
 from isobit.records.text import Completion
+from isobit.rollout.drafts import Drafter
 from isobit.rollout.draws import take_ready
 from isobit.rollout.engine import Follow, SampleEvent, parted
 from isobit.rollout.engine_stats import EngineStats
 from isobit.rollout.executor import executor_of
 from isobit.rollout.graph_runner import GraphRunner
+from isobit.rollout.order import AnswerLengths
 from isobit.rollout.requests import EngineLimits, Handle, Request, check_limits, requests_of
 from isobit.rollout.runner import ModelRunner, PipelineRunner, PolicyRunner
 from isobit.rollout.scheduler import Scheduler
 from isobit.rollout.sequence import Sample, SharedPrompt
 from isobit.util.errors import DataError, IsobitError, RequestError
+from isobit.util.terminal import say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,6 +113,8 @@ class NativeEngine:
             self._executor.runner.page_tokens,
             tokenizer is not None,
         )
+        self._speculation, self._lengths = config.speculation, AnswerLengths()
+        self._drafter = self._drafter_of(config.speculation)
         self._allocator, self._scheduler = self._empty_cache()
 
     @property
@@ -143,9 +148,12 @@ class NativeEngine:
         return self._scheduler.has_room
 
     def figures(self) -> dict[str, Any]:
-        """The pages of the cache and their tokens."""
+        """The pages of the cache and their tokens, and whether tokens are guessed that were to
+        be.
+        """
         limits = self._limits
-        return {"kv_pages": limits.num_pages, "page_tokens": limits.page_tokens}
+        figures = {"kv_pages": limits.num_pages, "page_tokens": limits.page_tokens}
+        return figures | ({"speculates": self._drafter is not None} if self._speculation else {})
 
     def notes(self) -> list[str]:
         """None: it reads what is published where it is."""
@@ -314,6 +322,15 @@ class NativeEngine:
         if (memory := self._policy.backend.memory) is not None:
             memory.release_cached()
 
+    def _drafter_of(self, most: int) -> Drafter | None:
+        """What guesses up to ``most`` tokens at once, if anything."""
+        if most and not self._executor.verifies:
+            say(
+                f"isobit: rollout.speculation = {most} is not used: on this device a decode step "
+                "is captured with one row a sequence, and guesses are not verified yet"
+            )
+        return Drafter(most) if most and self._executor.verifies else None
+
     def _check_adapters(self, requests: Iterable[Request]) -> None:
         for request in requests:
             if request.adapter is not None and request.adapter not in self._policy.adapters:
@@ -351,6 +368,8 @@ class NativeEngine:
             self.max_sequences,
             self._batched_tokens,
             self.stats,
+            self._lengths,
+            self._drafter,
             self._executor.patience,
         )
         return allocator, scheduler

@@ -50,7 +50,7 @@ def build_batch(plan: Plan, page_tokens: int) -> ForwardBatch:
             slots.append(pages[first // page_tokens] * page_tokens + first % page_tokens)
             continue
         chunk = range(first, first + count)
-        token_ids += sequence.tokens[first : first + count]
+        token_ids += [*sequence.tokens[first : first + count], *sequence.draft]
         positions += chunk
         slots += [
             pages[position // page_tokens] * page_tokens + position % page_tokens
@@ -164,7 +164,7 @@ class PipelineRunner(Protocol):
 
     def draw(self, ready: Sequence[tuple[Sample, States]]) -> None:
         """Draw the next token of each sample from the state of its last; samples of one prompt may
-        share one, side by side.
+        share one.
         """
         ...
 

@@ -1,8 +1,9 @@
 """Which sequences take part in the next forward, with how many tokens, and who gives way when pages
 run out.
 
-Samples come and leave while others run.  They are served in the order of arrival: every running
-sample arrived before every waiting one.  A step is
+Samples come and leave while others run.  They start in the order of the line, which is that of
+arrival until more wait than can start; then the longest go first (``isobit.rollout.order``).  A
+step is
 
     plan     reserve pages for the running samples, then fill the token budget: decoding samples
              (one token each), samples that are recomputed after losing their pages, prompts of the
@@ -16,16 +17,18 @@ There prompts and samples that come back start several at a time: while many oth
 wait for more of their kind, for ``patience`` steps at most.
 
 When a running sample finds no page, tokens that are in flight are waited for first: a sample may
-have ended.  Then the latest arrival gives way: a prompt that is held for waiting samples, then the
-last running sample, which goes back to the front of the queue, keeps its tokens, and later computes
-K and V again.
+have ended.  Then the one that came last gives way: a prompt that is held for waiting samples, then
+the sample that was the last to start, which goes back to the front of the line, keeps its tokens,
+and later computes K and V again.
 
 Nothing waits for ever.  The first running sample can take the pages of everyone else, and its
 request was accepted because it fits alone; so it advances in every step, or after ``patience``,
-until it ends, and the next one is first.  Prompts are held from the first in line on, without a
-gap, because a sample goes back into the queue only when no prompt is held; so with nothing running,
-the first in line either has its prompt or finds the cache empty.  A sample that is taken out leaves
-the order of the others as it is.
+until it ends, and the next one is first.  With nothing running, the first in line either has its
+prompt, or is given the pages of all prompts that are held for others; so some sample always runs,
+and the first in line comes to run.  A sample is first in line after finitely many have started:
+those that were in the line when it came, and those that came before the first of these had started
+(``Sample.heat``).  Later ones stand behind it, but for samples that have started before, which are
+as many as have run.  A sample that is taken out leaves the order of the others as it is.
 """
 
 from collections import deque
@@ -34,7 +37,9 @@ from itertools import islice
 from typing import Protocol, TypeVar
 
 from isobit.memory.cache_size import PageAllocator
+from isobit.rollout.drafts import Drafter
 from isobit.rollout.engine_stats import EngineStats
+from isobit.rollout.order import AnswerLengths, arranged
 from isobit.rollout.sequence import CachedTokens, Sample, SharedPrompt, States
 
 Plan = list[tuple[CachedTokens, int]]
@@ -90,6 +95,8 @@ class Scheduler:
         max_sequences: samples that decode at once.
         max_batched_tokens: tokens of one forward.
         stats: counters to fill; others may take their place between two steps.
+        lengths: what is known of answers; outlives the scheduler.
+        drafter: guesses tokens that decoding samples may draw; None where none are to be.
         patience: forwards of decoding samples alone for which others wait to start together.
     """
 
@@ -100,16 +107,19 @@ class Scheduler:
         max_sequences: int,
         max_batched_tokens: int,
         stats: EngineStats,
+        lengths: AnswerLengths,
+        drafter: Drafter | None = None,
         patience: int = 0,
     ) -> None:
         self.stats = stats
+        self._lengths, self._heat = lengths, 1
+        self._drafter = drafter
         self._patience, self._waited = patience, 0
         self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []
         self._finished: list[Sample] = []
-        self._held: list[
-            SharedPrompt
-        ] = []  # prompts with pages: those of the first samples in line, in their order
+        self._held: list[SharedPrompt] = []
+        """Prompts with pages, in the order in which they got them."""
         self._allocator = allocator
         self._executor = executor
         self._capacity = min(
@@ -129,23 +139,24 @@ class Scheduler:
         """Whether a place and a page would be left if all that wait had started."""
         if len(self.running) + len(self.waiting) >= self._capacity:
             return False
-        pages_for, wanted, last = self._allocator.pages_for, 0, None
+        pages_for, wanted, seen = self._allocator.pages_for, 0, set[SharedPrompt]()
         for sample in self.waiting:
             prompt = sample.prompt
-            if prompt is not last and not prompt.pages:
+            if prompt not in seen and not prompt.pages:
                 wanted += pages_for(prompt.length)
-            last = prompt
+            seen.add(prompt)
             wanted += pages_for(sample.length + 1) - pages_for(prompt.length) + 1
         return wanted < self._allocator.num_free
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Put samples at the end of the line, or behind those who wait for the same prompt: these
-        stand side by side.
-        """
+        """Put samples at the end of the line, or behind those who wait for the same prompt."""
         for sample in samples:
             self._check_parked(sample)
+            sample.heat = self._heat
             self.waiting.insert(self._place_of(sample), sample)
             sample.prompt.waiting += 1
+        if len(self.waiting) > self._places:
+            self._arrange()
 
     def take_finished(self) -> list[Sample]:
         """The samples that have finished since the last call."""
@@ -172,20 +183,22 @@ class Scheduler:
         is the last of its sample.
         """
         self._reserve_for_running()
-        plan: Plan = []
+        decoding: list[Sample] = []
         behind: list[Sample] = []
         for sample in self.running:
             remaining = sample.remaining
             if remaining == 1:
-                plan.append((sample, 1))
+                decoding.append(sample)
             elif remaining:
                 behind.append(sample)
+        plan: Plan = [(sample, 1) for sample in decoding]
+        budget = self._max_batched_tokens - len(plan)
         if not self._starts_wait(len(plan), behind):
-            budget = self._max_batched_tokens - len(plan)
             for sample in behind:
                 if budget > 0:
                     budget -= self._add_chunk(plan, sample, budget)
-            self._plan_prompts(plan, budget)
+            budget = self._plan_prompts(plan, budget)
+        self._plan_drafts(plan, decoding, budget)
         assert not self._sources, "pages are copied as samples start, before anything is written"
         self._clear_pages()
         return plan
@@ -193,7 +206,7 @@ class Scheduler:
     def advance(self, plan: Plan) -> None:
         """The forward of ``plan`` has been computed: its tokens are in the cache."""
         for sequence, count in plan:
-            sequence.cached += count
+            sequence.cached += count - len(sequence.draft)
         self.stats.forwards += 1
 
     def start(self) -> list[tuple[Sample, States]]:
@@ -219,6 +232,8 @@ class Scheduler:
                 sample.start(self._allocator)
                 self.stats.shared_pages += len(sample.pages)
             self._stop_waiting(sample.prompt)
+            sample.prompt.has_begun = True
+            self._heat += sample.heat == self._heat
             self.running.append(sample)
             while sample.will_write and not self._reserve(
                 sample
@@ -232,18 +247,24 @@ class Scheduler:
 
     def remove_finished(self) -> None:
         """Take the finished samples out and free their pages, which are parked where they are
-        expected back.
+        expected back; those that are spoilt go back into the line.
         """
+        for sample in [sample for sample in self.running if sample.is_spoilt]:
+            self._requeue(sample)
         finished = [sample for sample in self.running if sample.finish_reason is not None]
         if finished:
             self.running = [sample for sample in self.running if sample.finish_reason is None]
             self._executor.forget(finished)
             self._finished += finished
             for sample in finished:
+                self._lengths.note(sample.handle, sample.length - sample.prompt.length)
+                if self._drafter is not None:
+                    self._drafter.note(sample)
                 if sample.prompt.request.comes_back and sample.finish_reason == "stop":
                     sample.park_pages(self._allocator)
                 else:
                     sample.drop_pages(self._allocator)
+            self._arrange()
 
     def drop_all_pages(self) -> None:
         """Forget every K and V, because the weights that made them are gone; all samples go back
@@ -253,8 +274,13 @@ class Scheduler:
         self.remove_finished()
         self._let_prompts_go()
         while self.running:
-            self._requeue_last()
+            self._requeue(self.running[-1])
         self._allocator.drop_parked()
+
+    def _arrange(self) -> None:
+        """Bring the line into order, by what is known now."""
+        if self.waiting:
+            self.waiting = deque(arranged(self.waiting, self._lengths, self._allocator))
 
     def _check_parked(self, sample: Sample) -> None:
         """Keep what is parked under the name of a sample that comes if it is the K and V of its own
@@ -270,12 +296,14 @@ class Scheduler:
             self._allocator.drop_parked([sample.handle])
 
     def _place_of(self, sample: Sample) -> int:
-        """The index in the queue where a further sample belongs."""
+        """The index in the line where a further sample belongs, with the heat of those there."""
         index = len(self.waiting)
         if sample.prompt.waiting:
             while self.waiting[index - 1].prompt is not sample.prompt:
                 index -= 1
+            sample.heat = self.waiting[index - 1].heat
         elif self._allocator.parked(sample.handle) and self._line_takes_parked_pages():
+            sample.heat = 0
             is_parked = (self._allocator.parked(one.handle) is not None for one in self.waiting)
             index = next((at for at, found in enumerate(is_parked) if not found), index)
             while 0 < index < len(self.waiting) and (
@@ -320,27 +348,55 @@ class Scheduler:
 
     def _first_of_prompts(self) -> Iterator[Sample]:
         """The next waiting samples whose prompt still needs a prefill, one per prompt."""
-        last = None
+        seen = set[SharedPrompt]()
         for sample in islice(self.waiting, self._places):
             prompt = sample.prompt
-            if prompt is last or prompt.is_ready or self._allocator.parked(sample.handle):
+            if prompt in seen or prompt.is_ready or self._allocator.parked(sample.handle):
                 continue
-            last = prompt
+            seen.add(prompt)
             yield sample
 
-    def _plan_prompts(self, plan: Plan, budget: int) -> None:
+    def _plan_prompts(self, plan: Plan, budget: int) -> int:
         """Fill the rest of the budget with the prompts of the samples that could start after this
-        forward.
+        forward; what is left of it.
         """
         for sample in self._first_of_prompts():
             prompt = sample.prompt
-            if sample is self.waiting[0] and not (self.running or prompt.pages):
-                self._let_prompts_go()
-            if budget == 0 or not self._hold(prompt):
+            if budget == 0:
                 break
+            if not self._hold(prompt):
+                if self.running or sample is not self.waiting[0]:
+                    break
+                self._let_prompts_go()
+                self._hold(prompt)
             count = self._add_chunk(plan, prompt, budget)
             budget -= count
             self.stats.prompt_tokens += count
+        return budget
+
+    def _plan_drafts(self, plan: Plan, decoding: Sequence[Sample], budget: int) -> None:
+        """Put guesses behind the decoding samples, which come first in the plan, within the rest of
+        the budget.
+        """
+        if self._drafter is None:
+            return
+        most = self._drafter.most_drafted(len(decoding))
+        for place, sample in enumerate(decoding):
+            # the last token that a sample may have is drawn from the row before it
+            count = min(most, budget, sample.max_length - sample.length - 1)
+            if count > 0 and (count := self._reserve_behind(sample, count)):
+                sample.draft = self._drafter.draft(sample, count)
+                plan[place] = sample, 1 + len(sample.draft)
+                budget -= len(sample.draft)
+
+    def _reserve_behind(self, sample: Sample, count: int) -> int:
+        """Of so many places behind a running sample's tokens, those that have a page of its own; it
+        gets one that others will not miss at once.
+        """
+        if sample.reserved < sample.length + count and self._allocator.num_free > len(self.running):
+            sample.add_page(self._allocator.allocate())
+            sample.reserved += self._allocator.page_tokens
+        return min(count, sample.reserved - sample.length)
 
     def _add_chunk(self, plan: Plan, sequence: CachedTokens, budget: int) -> int:
         count = min(budget, sequence.remaining)
@@ -384,7 +440,7 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Free pages in the gentlest way that is left: wait for tokens in flight, let a prompt go,
-        let the last arrival go.
+        let the last sample that has started go.
         """
         assert not self._sources, (
             "pages are copied before anybody else can be given those that are read"
@@ -395,7 +451,7 @@ class Scheduler:
             self._held.pop().drop_pages(self._allocator)
         else:
             assert len(self.running) > 1, "a sample that is alone with the cache fits into it"
-            self._requeue_last()
+            self._requeue(self.running[-1])
             self.stats.preemptions += 1
 
     def _reserve(self, sequence: CachedTokens) -> bool:
@@ -436,11 +492,12 @@ class Scheduler:
             self._executor.copy_pages(self._sources, self._targets)
             self._sources, self._targets = [], []
 
-    def _requeue_last(self) -> None:
-        sample = self.running.pop()
+    def _requeue(self, sample: Sample) -> None:
+        self.running.remove(sample)
         assert sample.in_flight == 0, "a sample goes back with all its tokens known"
         self._executor.forget([sample])
         self.stats.recomputed_tokens += max(0, sample.cached - len(sample.prompt.tokens))
         sample.drop_pages(self._allocator)
         sample.prompt.waiting += 1
+        sample.heat = 0
         self.waiting.appendleft(sample)

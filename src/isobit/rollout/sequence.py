@@ -15,6 +15,7 @@ A sample's text grows with its tokens (``GrowingText``), and stop strings are fo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 
 _INCOMPLETE = "\ufffd"
+FIRST_RATE = 0.6
+"""The rate at which guesses are accepted, of a sample that has had none (``rollout.drafts``)."""
 
 
 def decode(
@@ -171,7 +174,9 @@ class CachedTokens:
     block table is stacked from.  ``reserved``: the tokens that its pages have room for, once the
     scheduler has made sure that nobody else holds those which will be written.  ``adapter``: what
     they are computed with (``Request.adapter``).  ``is_sound``: finite logits have been computed
-    from its K and V, so that no page of it holds a NaN.
+    from its K and V, so that no page of it holds a NaN.  ``draft``: guesses of the tokens behind
+    its own, which the next forward computes as well (``isobit.rollout.drafts``); ``noted``: the
+    tokens that guesses have learnt from.
     """
 
     __slots__ = (
@@ -179,7 +184,9 @@ class CachedTokens:
         "adapter",
         "block_row",
         "cached",
+        "draft",
         "is_sound",
+        "noted",
         "pages",
         "reserved",
         "tokens",
@@ -189,6 +196,8 @@ class CachedTokens:
         self.tokens = tokens
         self.adapter = adapter
         self.cached = 0
+        self.draft: Sequence[int] = ()
+        self.noted = 0
         self.reserved = 0
         self.is_sound = False
         self.pages: list[int] = []
@@ -223,22 +232,25 @@ class CachedTokens:
             allocator.release(page, self.is_sound)
         self.pages, self.block_row = [], _NO_PAGES
         self.cached = self.reserved = 0
+        self.draft = ()
         self.is_sound = False
 
 
 class SharedPrompt(CachedTokens):
     """The prompt of one request.  It holds its pages for as long as samples wait to start from
-    them: ``waiting`` counts those that are in the scheduler's line.
+    them: ``waiting`` counts those that are in the scheduler's line, and ``has_begun`` says whether
+    any has started.
 
     ``last`` is the state of its last token: the first token of every sample is drawn from it.
     """
 
-    __slots__ = ("last", "request", "waiting")
+    __slots__ = ("has_begun", "last", "request", "waiting")
 
     def __init__(self, request: Request, max_pages: int) -> None:
         super().__init__(list(request.prompt.token_ids), max_pages, request.adapter)
         self.request = request
         self.waiting = 0
+        self.has_begun = False
         self.last: States | None = None
 
     @property
@@ -263,12 +275,15 @@ class Sample(CachedTokens):
     __slots__ = (
         "_stop_token_ids",
         "_stop_watch",
+        "acceptance",
         "drawn",
         "failure",
         "finish_reason",
         "given",
         "handle",
+        "heat",
         "in_flight",
+        "is_spoilt",
         "key",
         "log_probs",
         "max_length",
@@ -294,6 +309,13 @@ class Sample(CachedTokens):
         self.handle = Handle(request.prompt.id, request.visit, index)
         self.key = request.noise_key(seed, index)
         self.max_length = max_length
+        self.heat = 0
+        """Samples of a lower one start before it; 0 for those that have started before."""
+        self.noted = len(prompt.tokens)
+        self.acceptance = FIRST_RATE
+        """The rate at which guesses are accepted."""
+        self.is_spoilt = False
+        """Whether its K and V are to be computed again, without guesses from then on."""
         self.in_flight = 0
         self.on_device = False
         self.given: list[tuple[int, int]] = []
@@ -335,7 +357,7 @@ class Sample(CachedTokens):
     def drop_pages(self, allocator: PageAllocator) -> None:
         """Give all pages back; the tokens stay, with the host."""
         super().drop_pages(allocator)
-        self.on_device = False
+        self.on_device = self.is_spoilt = False
 
     def park_pages(self, allocator: PageAllocator) -> None:
         """Give all pages back after a turn; they keep K and V for the next one while nobody else
@@ -384,6 +406,10 @@ class Sample(CachedTokens):
                 self.finish_reason = "length"
         except DataError as error:
             self.fail(error)
+
+    def spoil(self) -> None:
+        """A guess may have left a NaN in its pages."""
+        self.draft, self.acceptance, self.is_spoilt, self.is_sound = (), -inf, True, False
 
     def fail(self, error: IsobitError) -> None:
         """End the sample, and no other, with an error."""

@@ -29,6 +29,7 @@ MAY_CHANGE = {
     "rollout.max_batched_tokens": "nor on the chunks of a prompt",
     "rollout.kv_pages": "nor on the size of its cache",
     "rollout.kv_memory_gib": "nor on the memory for it",
+    "rollout.speculation": "nor on guesses of its tokens",
     "rollout.servers": "nor on who samples elsewhere",
     "rollout.server_key": "nor on their key",
     "rollout.servers_timeout_s": "nor on how long they may be away",

@@ -1,0 +1,500 @@
+"""Guessed tokens change the number of steps and nothing that is drawn."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isobit.config.precision import PrecisionConfig
+from isobit.config.recipes import RunConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.rules import check_engine
+from isobit.kernels.sizes import Sizes
+from isobit.memory.cache_size import SPECULATED_ROWS, forward_bytes
+from isobit.models.policy import Policy, random_policy
+from isobit.records.text import Completion, Prompt, SamplingParams
+from isobit.rollout import drafts
+from isobit.rollout.drafts import Drafter, depth, rate_after
+from isobit.rollout.engine import generate
+from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Handle, Request
+from isobit.rollout.runner import ForwardBatch, PolicyRunner
+from isobit.rollout.sequence import Sample, SharedPrompt, States
+from isobit.run.loop import train
+from isobit.util.errors import ConfigError
+from tests.models.test_adapters import base
+from tests.rollout import test_adapters, test_moving, test_parked
+from tests.rollout.history_model import VOCAB, HistoryModel, make_engine, plain_samples, request
+from tests.rollout.test_adapters import folders
+from tests.rollout.test_exactness import (
+    TIGHT,
+    TINY,
+    policy_of,
+    recorded_log_probs,
+    requests,
+    trainer_log_probs,
+)
+from tests.rollout.test_native import batches, tokens_and_log_probs
+from tests.rollout.test_open_engine import check_empty, ended, open_engine
+from tests.rollout.test_sequence import BYTES
+from tests.suites import examples
+from tests.tiny import json_lines, save_tiny, small_run
+
+__all__ = ["base", "folders"]  # fixtures
+
+
+class Knowing(Drafter):
+    """Guesses from whole sequences that it knows, each token right with a chance, and goes on for
+    as many as it may behind their end.
+    """
+
+    def __init__(
+        self, known: Mapping[Handle, Sequence[int]], right: float, vocab: int, most: int = 7
+    ) -> None:
+        super().__init__(most, slots=64)
+        self._known, self._right, self._vocab = known, right, vocab
+        self._chance = random.Random(1)
+
+    def most_drafted(self, decoding: int) -> int:
+        return self._most
+
+    def draft(self, sample: Sample, most: int) -> list[int]:
+        if sample.acceptance == -inf:
+            return []
+        chance, vocab = self._chance, self._vocab
+        tokens = [*self._known[sample.handle][sample.length :][:most]]
+        tokens += [chance.randrange(vocab) for _ in range(most - len(tokens))]
+        return [
+            token if chance.random() < self._right else chance.randrange(vocab) for token in tokens
+        ]
+
+
+def guess(engine: NativeEngine, drafter: Drafter) -> NativeEngine:
+    engine._drafter = engine._scheduler._drafter = drafter
+    return engine
+
+
+def handle_of(request: Request, index: int) -> Handle:
+    return Handle(request.prompt.id, request.visit, index)
+
+
+def known_of(wanted: Sequence[Request], groups: list[list[Completion]]) -> dict[Handle, list[int]]:
+    return {
+        handle_of(one, index): completion.sequence.token_ids.tolist()
+        for one, group in zip(wanted, groups, strict=True)
+        for index, completion in enumerate(group)
+    }
+
+
+def endless(wanted: Sequence[Request]) -> dict[Handle, list[int]]:
+    """The sequences of the history model, as they go on behind a stop token."""
+    free = [replace(one, sampling=replace(one.sampling, stop_token_ids=())) for one in wanted]
+    return {
+        handle_of(one, index): [*one.prompt.token_ids, *tokens]
+        for one in free
+        for index, (tokens, _) in enumerate(plain_samples(one))
+    }
+
+
+def holds_alone(engine: NativeEngine, model: HistoryModel) -> None:
+    """Whatever is written goes to pages that have one holder: none is shared."""
+    forward = model.forward
+
+    def checked(batch: ForwardBatch) -> States:
+        pages = set((batch.paged.slots // model.page_tokens).tolist())
+        assert all(engine._allocator.holders(page) == 1 for page in pages)
+        return forward(batch)
+
+    model.forward = checked
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    batch=batches(),
+    right=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    most=st.sampled_from([1, 3, 20, 64]),
+)
+def test_any_batch_draws_what_a_plain_loop_draws_whatever_is_guessed(
+    batch: tuple[list[Request], dict[str, Any]], right: float, most: int
+) -> None:
+    wanted, sizes = batch
+    engine, model = make_engine(**sizes)
+    holds_alone(engine, model)
+    guess(engine, Knowing(endless(wanted), right, VOCAB, most))
+    assert tokens_and_log_probs(generate(engine, wanted)) == [plain_samples(one) for one in wanted]
+    check_empty(engine)
+    rows = [len(one.token_ids) for one in model.batches]
+    assert max(rows) <= engine._batched_tokens
+    stats = engine.stats
+    assert stats.generated_tokens == sum(len(one) for r in wanted for one, _ in plain_samples(r))
+    assert stats.accepted_tokens == stats.drafted_tokens or right < 1 or _has_stops(wanted)
+
+
+def _has_stops(wanted: Sequence[Request]) -> bool:
+    return any(one.sampling.stop_token_ids for one in wanted)
+
+
+# ------------------------------------------------------------------------- with real arithmetic
+
+
+@cache
+def policy_named(name: str) -> Policy:
+    if name == "moe":
+        return test_moving.mixture()
+    if name == "windows":
+        config = replace(TINY, family="mistral", sliding_window=24)
+        return random_policy(config, PrecisionConfig(preset="fp8"), 3)
+    return policy_of(name)  # type: ignore[arg-type]
+
+
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.0},
+    {"temperature": 1.3, "top_k": 9, "top_p": 0.8, "min_p": 0.02},
+    {"temperature": 0.6, "stop_token_ids": tuple(range(0, TINY.vocab_size, 9))},
+)
+SIZES: tuple[dict[str, Any], ...] = (
+    {},
+    TIGHT,
+    {"max_sequences": 2, "kv_pages": 6},
+    {"max_batched_tokens": 16},
+)
+
+
+def short_requests(sampling: Mapping[str, Any]) -> list[Request]:
+    """Of three lengths around the bounds of pages."""
+    return requests(**sampling)[1:4]
+
+
+@cache
+def without(name: str, sampling: int) -> list[list[Completion]]:
+    engine = NativeEngine(policy_named(name), RolloutConfig(), None, 0)
+    return generate(engine, short_requests(SAMPLINGS[sampling]))
+
+
+def check_equal(made: list[list[Completion]], expected: list[list[Completion]]) -> None:
+    assert torch.equal(recorded_log_probs(made), recorded_log_probs(expected))
+    assert made == expected, "and what else was recorded, routings among it"
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(
+    name=st.sampled_from(["bf16", "fp8", "int8", "moe", "windows"]),
+    sampling=st.integers(0, len(SAMPLINGS) - 1),
+    sizes=st.sampled_from(SIZES),
+    right=st.sampled_from([None, 0.7, 1.0]),
+    most=st.sampled_from([2, 5, 16]),
+)
+def test_completions_do_not_depend_on_what_is_guessed(
+    name: str, sampling: int, sizes: dict[str, Any], right: float | None, most: int
+) -> None:
+    check_policy(name, sampling, sizes, right, most)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "int8", "moe", "windows"])
+def test_every_flow_accepts_what_is_guessed_right(name: str) -> None:
+    stats = check_policy(name, 0, TIGHT, 0.9, 5).stats
+    assert stats.drafted_tokens > stats.accepted_tokens > stats.generated_tokens // 2
+    assert stats.preemptions > 0 and stats.chunks > 0
+
+
+def check_policy(
+    name: str, sampling: int, sizes: dict[str, Any], right: float | None, most: int
+) -> NativeEngine:
+    """By the engine's own guesses, or where ``right`` is given by some of that share."""
+    policy, wanted = policy_named(name), short_requests(SAMPLINGS[sampling])
+    expected = without(name, sampling)
+    engine = NativeEngine(policy, RolloutConfig(speculation=most, **sizes), None, 0)
+    if right is not None:
+        known = known_of(wanted, expected)
+        guess(engine, Knowing(known, right, policy.config.vocab_size, most))
+    check_equal(generate(engine, wanted), expected)
+    check_empty(engine)
+    if name == "moe":
+        assert all(one.routings is not None for group in expected for one in group)
+    return engine
+
+
+def test_recorded_log_probabilities_are_those_of_the_training_forward() -> None:
+    policy, wanted = policy_of("fp8"), short_requests({})
+    engine = NativeEngine(policy, RolloutConfig(**TIGHT), None, 0)
+    guess(engine, Knowing(known_of(wanted, without("fp8", 0)), 0.9, TINY.vocab_size))
+    groups = generate(engine, wanted)
+    assert engine.stats.accepted_tokens > 30
+    assert torch.equal(recorded_log_probs(groups), trainer_log_probs(policy, wanted, groups))
+
+
+class OtherRows(PolicyRunner):
+    """Rows behind the first of a sequence have the last bit of their states turned over, as where
+    verification and decoding are different kernels.
+    """
+
+    turned = 1
+
+    def forward(self, batch: ForwardBatch) -> States:
+        states, counts = super().forward(batch), torch.tensor(batch.paged.counts)
+        first = torch.zeros(int(counts.sum()), dtype=torch.bool)
+        first[counts.cumsum(0) - counts] = True
+        is_drafted = ~first & (counts < 9).repeat_interleave(counts)  # no chunk of a prompt
+        states.hidden.view(torch.int16)[is_drafted] ^= self.turned
+        return states
+
+
+class CoarseRows(OtherRows):
+    """Five bits, so that some of few tokens are others."""
+
+    turned = 31
+
+
+def test_rows_that_differ_in_the_last_bit_are_found() -> None:
+    """The comparison above can fail, and guesses that were right are rejected."""
+    policy, wanted = policy_of("fp8"), requests(temperature=1.3)
+    expected = generate(NativeEngine(policy, RolloutConfig(), None, 0), wanted)
+    known = known_of(wanted, expected)
+    rates: dict[type, float] = {}
+    for runner in (PolicyRunner, OtherRows, CoarseRows):
+        engine = NativeEngine(policy, RolloutConfig(), None, 0, runner)
+        made = generate(guess(engine, Knowing(known, 1.0, TINY.vocab_size)), wanted)
+        rates[runner] = engine.stats.accepted_tokens / engine.stats.drafted_tokens
+        is_equal = runner is PolicyRunner
+        assert (made == expected) == is_equal
+        assert torch.equal(recorded_log_probs(made), recorded_log_probs(expected)) == is_equal
+    assert rates[PolicyRunner] == 1.0 > rates[CoarseRows]
+
+
+def test_a_guess_that_makes_a_nan_leaves_none_to_those_who_read_its_tile() -> None:
+    """The embedding of one token is a NaN; no sample draws it, and many are guessed to."""
+    config = replace(TINY, tied_embeddings=False)
+    policy, wanted = random_policy(config, PrecisionConfig(preset="fp8"), 5), short_requests({})
+    groups = generate(NativeEngine(policy, RolloutConfig(), None, 0), wanted)
+    known = known_of(wanted, groups)
+    bad = next(token for token in range(96) if all(token not in one for one in known.values()))
+    with torch.no_grad():
+        policy.masters["embed_tokens.weight"][bad] = torch.nan
+    policy.publish()
+    guesses = {
+        handle: [bad if place % 7 == 3 else token for place, token in enumerate(tokens)]
+        for handle, tokens in known.items()
+    }
+    engine = NativeEngine(policy, RolloutConfig(kv_pages=6, max_sequences=3), None, 0)
+    made = generate(guess(engine, Knowing(guesses, 1.0, 96)), wanted)
+    assert torch.equal(recorded_log_probs(made), recorded_log_probs(groups))
+    assert engine.stats.recomputed_tokens > 0
+    check_empty(engine)
+    engine._drafter = engine._scheduler._drafter = None
+    again = generate(engine, wanted)
+    assert torch.equal(recorded_log_probs(again), recorded_log_probs(groups))
+
+
+@pytest.mark.parametrize("name", ["first"])
+def test_adapters_beside_the_base_draw_what_they_draw(
+    name: str, base: Path, folders: Mapping[str, Path]
+) -> None:
+    policy = test_adapters.served(base, folders, "fp8").policy
+    columns = [test_adapters.asked(one)[1:4] for one in (None, name)]
+    wanted = [one for row in zip(*columns, strict=True) for one in row]
+    expected = test_adapters.drawn(policy, wanted, "direct", **test_adapters.ROOMY)
+    engine = NativeEngine(policy, RolloutConfig(max_sequences=8, kv_pages=9), None, 0)
+    known = known_of(wanted, expected)
+    check_equal(
+        generate(guess(engine, Knowing(known, 0.9, policy.config.vocab_size)), wanted), expected
+    )
+    assert engine.stats.accepted_tokens > 20
+
+
+# ------------------------------------------------------------------- what comes and goes between
+
+
+@pytest.mark.parametrize("sizes", [test_parked.ROOMY, test_parked.FEW], ids=["roomy", "few"])
+def test_turns_with_parked_pages_draw_the_same(sizes: dict[str, Any]) -> None:
+    wanted = test_parked.several()
+    expected, _ = test_parked.play(open_engine(False)[0], wanted, parks=False)
+    known = {handle: one.sequence.token_ids.tolist() for handle, one in expected.items()}
+    engine, model = open_engine(False, **sizes)
+    holds_alone(engine, model)
+    made, stats = test_parked.play(guess(engine, Knowing(known, 0.8, VOCAB)), wanted)
+    test_parked.check_equal(made, expected)
+    assert stats.kept_tokens > 0 and stats.accepted_tokens > 50
+    check_empty(engine)
+
+
+def test_samples_that_move_between_engines_draw_the_same() -> None:
+    wanted = [request(n, length, 3) for n, length in enumerate((5, 63, 64, 130))]
+    expected = generate(make_engine()[0], wanted)
+    known = known_of(wanted, expected)
+    engines = [
+        guess(open_engine(False, kv_pages=pages)[0], Knowing(known, 0.8, VOCAB, 3))
+        for pages in (9, 40)
+    ]
+    groups, moves = test_moving.play(engines, wanted, random.Random(2))
+    assert groups == expected and moves > 3
+
+
+def test_weights_that_change_during_a_forward_leave_no_guess_behind() -> None:
+    wanted = [request(0, 20, 2), request(1, 70, 2)]
+    engine, model = make_engine()
+    known = endless(wanted)
+    guess(engine, Knowing(known, 0.9, VOCAB))
+    forward = model.forward
+
+    def forward_and_publish(batch: ForwardBatch) -> States:
+        states = forward(batch)
+        if len(model.batches) == 3:
+            assert max(batch.paged.counts) > 1
+            model.version += 1
+        return states
+
+    model.forward = forward_and_publish
+    made = generate(engine, wanted)
+    for one, group in zip(wanted, made, strict=True):
+        for completion, (tokens, _) in zip(group, plain_samples(one), strict=True):
+            drawn = completion.weights_versions.count(0)
+            assert 0 < drawn < 20 and list(completion.token_ids[:drawn]) == tokens[:drawn]
+    check_empty(engine)
+
+
+def test_tokens_behind_a_stop_string_are_dropped_and_text_is_told_as_it_grows() -> None:
+    """Both the events that a server sends on and the completions."""
+    free = request(3, 8, 4, max_new_tokens=60)
+    known = endless([free])
+    text = generate(make_engine(tokenizer=BYTES)[0], [free])[0][0].text
+    stopped = replace(free, sampling=replace(free.sampling, stop_strings=(text[30:33],)))
+    expected = generate(make_engine(tokenizer=BYTES)[0], [stopped])
+    assert expected[0][0].finish_reason == "stop"
+    engine = guess(make_engine(tokenizer=BYTES)[0], Knowing(known, 0.95, VOCAB, 20))
+    (handles,) = engine.submit([stopped], follow="text")
+    told: dict[Handle, tuple[list[int], str]] = {handle: ([], "") for handle in handles}
+    made: dict[Handle, Completion] = {}
+    most = 0
+    while engine.num_live:
+        events = engine.step()
+        made |= ended(events)
+        for event in events:
+            most = max(most, len(event.token_ids))
+            tokens, shown = told[event.handle]
+            told[event.handle] = [*tokens, *event.token_ids], shown + event.text
+    assert [made[handle] for handle in handles] == expected[0]
+    assert most > 5
+    for handle in handles:
+        assert told[handle] == (list(made[handle].token_ids), made[handle].text)
+
+
+# -------------------------------------------------------------------------------------- guessing
+
+
+def sample_of(tokens: Sequence[int], prompt_id: str = "p", index: int = 0) -> Sample:
+    prompt = SharedPrompt(
+        Request(Prompt(prompt_id, "", (1, 2, 3)), 0, 4, SamplingParams(100)), max_pages=4
+    )
+    sample = Sample(prompt, index, 0, 200, 4, None)
+    sample.tokens += tokens
+    sample.acceptance = 0.99
+    return sample
+
+
+def test_guesses_come_from_the_prompt_the_answer_its_siblings_and_nobody_else() -> None:
+    drafter = Drafter(16)
+    assert drafter.draft(sample_of([7, 8, 9, 1, 2]), 2) == [3, 7], "its prompt, and what is behind"
+    drafter.note(sample_of([20, 21, 22, 23, 24, 25, 26]))
+    assert drafter.draft(sample_of([20, 21, 22]), 3) == [23, 24, 25]
+    assert drafter.draft(sample_of([20, 21, 22], "another prompt"), 3) == []
+    for _ in range(3):
+        drafter.note(sample_of([21, 22, 50]))
+    assert drafter.draft(sample_of([9, 9, 9, 9, 21, 22]), 1) == [50], "by majority"
+
+
+def test_the_table_does_not_grow() -> None:
+    drafter = Drafter(8, slots=256)
+    chance = random.Random(0)
+    for _ in range(40):
+        drafter.note(sample_of([chance.randrange(50) for _ in range(150)]))
+    assert len(drafter._table) == 256 and sum(map(bool, drafter._table)) > 200
+
+
+def test_as_many_tokens_are_guessed_as_are_likely_to_be_accepted() -> None:
+    assert [depth(rate) for rate in (0.2, 0.3, 0.6, 0.8, 1.0)] == [0, 1, 2, 5, 119]
+    assert rate_after(0.5, 0, 0) == 0.5
+    assert rate_after(0.5, 4, 4) > rate_after(0.5, 4, 2) > rate_after(0.5, 4, 0)
+    assert rate_after(0.5, 4, 2) == rate_after(0.5, 3, 2), "behind the first that was not"
+    sample, drafter = sample_of([1, 2]), Drafter(8)
+    sample.acceptance = 0.29
+    steps = next(n for n in range(100) if drafter.draft(sample, 8))
+    assert 0 < steps < 10, "and tried again"
+
+
+def test_a_step_has_few_rows_of_guesses_and_none_where_many_decode() -> None:
+    drafter = Drafter(8)
+    counts = [0, 1, 4, 8, 31, 33, SPECULATED_ROWS, 1000]
+    drafted = [drafter.most_drafted(count) for count in counts]
+    assert drafted == [0, 8, 8, 7, 1, 0, 0, 0]
+
+
+def test_a_later_visit_with_the_same_answers_takes_fewer_steps() -> None:
+    engine, _ = make_engine(speculation=8)
+    first = replace(request(0, 9, 2, max_new_tokens=60), seed=5)
+    generate(engine, [first])
+    before = engine.stats
+    made = generate(engine, [replace(first, visit=1)])
+    assert tokens_and_log_probs(made) == tokens_and_log_probs(
+        generate(make_engine()[0], [replace(first, visit=1)])
+    )
+    assert engine.stats.forwards < before.forwards / 3
+    assert engine.stats.accepted_tokens > 0.9 * engine.stats.drafted_tokens
+
+
+def test_where_decode_steps_are_captured_a_line_says_that_nothing_is_guessed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engine, _ = open_engine(True, speculation=4)
+    assert "rollout.speculation = 4 is not used" in capsys.readouterr().err
+    assert engine.figures()["speculates"] is False
+    wanted = [request(0, 9, 2)]
+    assert tokens_and_log_probs(generate(engine, wanted)) == [plain_samples(wanted[0])]
+    assert engine.stats.drafted_tokens == 0
+    assert make_engine(speculation=4)[0].figures()["speculates"] is True
+    assert "speculates" not in make_engine()[0].figures()
+
+
+def test_other_engines_refuse_it_and_the_memory_plan_counts_its_logits(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "rollout": {"speculation": 4, "engine": "http", "servers": ["http://a:1"]}
+    }
+    with pytest.raises(ConfigError, match=r"rollout\.speculation is the native engine's"):
+        check_engine(RunConfig.model_validate(small_run(tmp_path, tmp_path, **sections)))
+    policy = policy_of("fp8")
+    sizes: Sizes = policy.backend.sizes
+    plain, more = (
+        forward_bytes(TINY, policy.flow, RolloutConfig(speculation=depth), sizes)
+        for depth in (0, 4)
+    )
+    assert more - plain == 12 * TINY.num_drawn * SPECULATED_ROWS
+    assert tuple(sorted(drafts.CONTEXTS, reverse=True)) == drafts.CONTEXTS
+
+
+@pytest.mark.exhaustive
+def test_a_run_leaves_the_same_bytes(tmp_path: Path) -> None:
+    """Of its completions and its weights, after visits of the same prompts."""
+    folder = save_tiny(tmp_path / "model")
+    left: dict[int, list[bytes]] = {}
+    for most in (0, 6):
+        sections: dict[str, Any] = {
+            "rollout": {"max_new_tokens": 24, "temperature": 0.2, "speculation": most},
+            "data": {"train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 2}},
+        }
+        run = tmp_path / str(most)
+        train(small_run(folder, run, **sections))
+        files = ("completions.jsonl", "model/model.safetensors")
+        left[most] = [(run / file).read_bytes() for file in files]
+        accepted = [
+            one.get("rollout/accepted_tokens", 0) for one in json_lines(run / "metrics.jsonl")
+        ]
+        assert bool(sum(accepted)) == bool(most)
+    assert left[0] == left[6]
