@@ -33,6 +33,7 @@ HELD_SHARE = 1 / 4
 """The share of the cache for prompts whose groups have begun and have samples in line."""
 MOST_PROMPTS = 1 << 16
 """Prompts whose lengths are remembered: some 20 MB."""
+_FIRST = 0, (0, 0.0)
 
 
 class AnswerLengths:
@@ -69,20 +70,19 @@ def arranged(
     line = list(line)
     groups = dict.fromkeys(sample.prompt for sample in line)
     wanted = _groups_to_begin(groups, allocator)
-    probes = {
-        prompt
-        for prompt in wanted
-        if not prompt.has_begun and lengths.longest(prompt.request.prompt.id) == inf
-    }
+    # lines are long, so what depends on the prompt alone is looked up once
+    longest = {prompt: lengths.longest(prompt.request.prompt.id) for prompt in groups}
+    ranks = {prompt: (1 + (prompt not in wanted), -longest[prompt]) for prompt in groups}
+    probes = {prompt for prompt in wanted if not prompt.has_begun and longest[prompt] == inf}
 
-    def rank(sample: Sample) -> tuple[int, int, float]:
+    def rank(sample: Sample) -> tuple[int, tuple[int, float]]:
         prompt = sample.prompt
         if sample.heat == 0:
-            return 0, 0, 0.0
+            return _FIRST
         if prompt in probes:
             probes.remove(prompt)
-            return sample.heat, 0, 0.0
-        return sample.heat, 1 + (prompt not in wanted), -lengths.longest(prompt.request.prompt.id)
+            return sample.heat, (0, 0.0)
+        return sample.heat, ranks[prompt]
 
     return sorted(line, key=rank)
 
