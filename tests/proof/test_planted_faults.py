@@ -12,7 +12,7 @@ import torch
 
 from isobit.config.precision import PrecisionConfig
 from isobit.kernels.operands import RopeTable
-from isobit.kernels.spec import attention, head, linear, paged_attention, pointwise, quantise
+from isobit.kernels.spec import attention, head, linear, paged_attention, pointwise, qkv, quantise
 from isobit.kernels.spec.paged_attention import SpecKvCache
 from isobit.memory.cache_size import PageAllocator
 from isobit.models.config import ModelConfig
@@ -41,12 +41,14 @@ def rope_beyond_64(patch: Patch, in_rollout: InRollout) -> None:
     class Table(RopeTable):
         def rows(self, positions: torch.Tensor) -> RopeTable:
             rows = super().rows(positions)
+            if in_rollout():
+                return rows
             far = positions.view(-1, *[1] * (rows.cos.ndim - 1)) >= 64
             return RopeTable(
                 torch.where(far, rows.cos.nextafter(torch.tensor(9.0)), rows.cos), rows.sin
             )
 
-    patch.setattr(attention, "RopeTable", Table)
+    patch.setattr(qkv, "RopeTable", Table)
 
 
 def far_tiles_skipped(patch: Patch, in_rollout: InRollout) -> None:
