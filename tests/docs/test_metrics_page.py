@@ -105,7 +105,12 @@ def test_runs_write_every_metric_of_the_table_and_no_other(
     train(with_all_there_is(make_config, tmp_path / "all"))
     refilled = {"name": "dapo", "max_refills": 1}
     updates = {"updates_per_batch": 2, "prompts_per_step": 2}
-    train(make_config(output=tmp_path / "refilled", algorithm=refilled, training=updates))
+    train(
+        make_config(
+            output=tmp_path / "refilled", algorithm=refilled, training=updates,
+            rollout={"max_new_tokens": 5, "speculation": 2},
+        )
+    )  # fmt: skip
     examples = {"type": "jsonl", "path": "starter:train.jsonl", "completion": "answer", "limit": 4}
     supervised = {
         "model": config.model,
