@@ -30,11 +30,9 @@ from isobit.kernels.operands import (
 )
 from isobit.kernels.spec.linear import dequantised
 from isobit.kernels.spec.qkv import rotate
-from isobit.kernels.spec.quantise import dequantise_int8
 from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.policy import Policy
 from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import Int8Rows
 
 Alone = dict[str, tuple[float, float]]
 """By linear: the cosines of dX and of dW."""
@@ -48,16 +46,9 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(a @ b / (a.norm() * b.norm()))
 
 
-def forward_matrix(weight: LinearWeight) -> torch.Tensor:
-    """FP32 [N, K]: what the forward multiplies with; ``dequantised`` rounds INT8 once more."""
-    if isinstance(weight.matrix, Int8Rows):
-        return dequantise_int8(weight.matrix)
-    return dequantised(weight)
-
-
 def exact_gradients(dy: torch.Tensor, x: torch.Tensor, weight: LinearWeight) -> Gradients:
     """The exact dX and dW of BF16 dY [T, N] and X [T, K]."""
-    return dy.float() @ forward_matrix(weight), dy.float().t() @ x.float()
+    return dy.float() @ dequantised(weight), dy.float().t() @ x.float()
 
 
 def flow_gradients(
@@ -161,7 +152,7 @@ class ExactBackward:
         if self._alone is not None:
             self._alone[weight.site.name] = cosines(dy, self._x, weight, self._inner)
         self._x = None
-        return (dy.float() @ forward_matrix(weight)).to(dy.dtype)
+        return (dy.float() @ dequantised(weight)).to(dy.dtype)
 
 
 def plain_gradients(policy: Policy, ids: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:

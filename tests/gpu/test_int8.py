@@ -295,7 +295,8 @@ def test_what_dgrad_multiplies_by_is_the_specifications(
 @pytest.mark.parametrize(("parts", "k"), MATRICES)
 def test_dgrad(parts: tuple[int, ...], k: int, kind: ScaleKind) -> None:
     weight = published(parts, k, kind)
-    exact_weight = linear_specification.dequantised(of_host(weight)).double()
+    in_blocks = linear_specification.in_e4m3(of_host(weight))
+    exact_weight = linear_specification.dequantised(in_blocks).double()
     for m in (1, 100, 257):
         dy = bf16(m, sum(parts))
         rows = output_gradient(dy, weight.site).rows

@@ -28,12 +28,23 @@ def whole_batch(
     )
 
 
+def disturbed(policy: Policy) -> Policy:
+    """The same, with norms, biases and adapters that do something."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for master in policy.parameters():
+            noise = torch.randn(master.shape, generator=generator)
+            master += (0.1 if master.ndim == 1 else 0.05) * noise
+    policy.publish()
+    return policy
+
+
 def published_tensors(policy: Scorable, sides: Iterable[Side]) -> list[torch.Tensor]:
-    """What the sides read, the rotary table included; a tensor of both sides is there twice."""
+    """What the sides read, the rotary tables included; a tensor of both sides is there twice."""
     tensors = list[torch.Tensor]()
     for side in sides:
         weights = policy.weights(side)
-        tensors += [weights.rope.cos, weights.rope.sin, *weights.plain.values()]
+        tensors += [*weights.rope.tensors(), *weights.plain.values()]
         tensors += [] if weights.head is None else weights.head.tensors
         for linear in weights.linears.values():
             one = linear.matrix

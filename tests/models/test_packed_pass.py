@@ -20,6 +20,7 @@ from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.records.batch import PackedBatch
+from tests.models.policies import disturbed
 
 LENGTHS = (5, 17, 1, 40, 131)
 TOKENS = sum(LENGTHS)
@@ -57,14 +58,7 @@ def make(
     dim = 64 if kv_heads == 2 else 32
     config = ModelConfig(family, 64, 128, 256, 3, 4, kv_heads, dim, 256, 1e-6, 1e4, tied)
     config = replace(config, score_head=head == "score", value_head=head == "value")
-    policy = random_policy(config, precision, seed=0)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for master in policy.parameters():
-            noise = torch.randn(master.shape, generator=generator)
-            master += (0.1 if master.ndim == 1 else 0.05) * noise
-    policy.publish()
-    return policy
+    return disturbed(random_policy(config, precision, seed=0))
 
 
 def make_batch(vocab_size: int) -> tuple[PackedBatch, torch.Tensor]:

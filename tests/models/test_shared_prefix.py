@@ -23,6 +23,7 @@ from isobit.models.shared_prefix import RowSum, SharedAttention, SharedRows
 from isobit.records.batch import PackedBatch, TokenScores
 from isobit.records.packing import lay_end_to_end, pack
 from isobit.records.sequence import TokenSequence
+from tests.models.policies import disturbed
 from tests.models.test_packed_pass import PlainDecoder, error
 
 LEVELS: tuple[Recompute, ...] = get_args(Recompute)
@@ -42,14 +43,9 @@ PROMPTS = (1, 63, 64, 65, 130)
 
 def make(preset: Preset, **changes: Any) -> Policy:
     """Norms, biases and adapters do something."""
-    policy = random_policy(replace(CONFIG, **changes), PrecisionConfig(preset=preset), seed=0)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for master in policy.parameters():
-            noise = torch.randn(master.shape, generator=generator)
-            master += (0.1 if master.ndim == 1 else 0.05) * noise
-    policy.publish()
-    return policy
+    return disturbed(
+        random_policy(replace(CONFIG, **changes), PrecisionConfig(preset=preset), seed=0)
+    )
 
 
 def answers(prompt: int, lengths: Sequence[int], seed: int = 0) -> list[TokenSequence]:

@@ -134,11 +134,11 @@ def _as_numbers(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
     if isinstance(matrix, Int8Rows):
         quantised, size = quantise_int8(x), rotation_size(x.shape[1])
         read = dequantise_int8(Int8Rows(quantised.values, quantised.scales / size))
-        return read, dequantise_int8(matrix)
-    if isinstance(matrix, QuantTensor):
+    elif isinstance(matrix, QuantTensor):
         read = linear_module.dequantise_rows(quantise_rows(x, weight.site.scales))
-        return read, linear_module.dequantised(weight)
-    return snap_rows(x), linear_module.dequantised(weight)
+    else:
+        read = snap_rows(x)
+    return read, linear_module.dequantised(weight)
 
 
 def dgrad(
@@ -152,7 +152,7 @@ def dgrad(
     weight = _linear_weight(format, parts, columns, scales)
     dtype = DTYPES["fp32" if format == "fp32" else "bf16"]
     dy = normal(tokens, sum(parts), seed=2, dtype=dtype)
-    matrix = linear_module.dequantised(weight)
+    matrix = linear_module.dequantised(linear_module.in_e4m3(weight))
 
     def gradients() -> dict[str, Tensor]:
         made = linear_module.output_gradient(dy, weight.site).rows

@@ -16,8 +16,9 @@ quarter of a tile at a time behind the loop over blocks, which the registers and
 of two programs hold.  WGrad's is added to the gradient.  A program takes the parts of a tile of
 DGrad's in turn, and keeps their sums in memory of its own, which the L2 cache holds: a launch for
 each part would read and write 8 bytes a number more.  A barrier stands between parts, since the
-compiler lays these numbers out over the threads in two ways.  (An earlier kernel, with a loop over
-parts and no barrier, had wrong sums on a card and right ones in Triton's interpreter.)
+compiler lays these numbers out over the threads in two ways.  (An earlier kernel kept the sums in
+registers, with a loop over parts around the loop over blocks.  On a card with Triton 3.6 they were
+wrong, and right in its interpreter; why is not known.)
 
 Experts have their rows of tokens in whole blocks (``isobit.kernels.hopper.dispatch``), and one
 launch makes a product of all of them: DGrad's tiles read the matrix of the expert whose rows they
@@ -52,7 +53,7 @@ from isobit.kernels.hopper.quantise import (
     width_of_row,
 )
 from isobit.kernels.hopper.sizes import PROGRAMS
-from isobit.kernels.operands import Operand
+from isobit.kernels.operands import Operand, Quantised
 from isobit.precision.quant_tensor import BLOCK, Int8Parts, Int8Rows, num_blocks
 
 _TILE = 128  # rows and columns of a product's tile
@@ -83,13 +84,11 @@ class Unbalanced:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """One side of a product: INT8 values [rows, ..], contracted along the columns, and FP32 scales
-    of the rows; of experts, the scales of each.
-    """
+class BalancedRows:
+    """dY^T or X^T as WGrad reads it."""
 
-    values: torch.Tensor
-    scales: torch.Tensor
+    values: torch.Tensor  # INT8 [C, tokens in whole blocks]
+    scales: torch.Tensor  # FP32 [C], or [E C], each expert's
 
 
 def quantise_parts(dy: torch.Tensor, parts: tuple[int, ...]) -> tuple[Int8Parts, torch.Tensor]:
@@ -314,7 +313,7 @@ def _columns_kernel(
 
 def balanced_rows(
     dy: Unbalanced, x: torch.Tensor, dispatch: Dispatch | None = None
-) -> tuple[Side, Side]:
+) -> tuple[BalancedRows, BalancedRows]:
     """dY and X [T, K], BF16 -> dY^T [N, Tp] and X^T [K, Tp], Tp = T in whole blocks; of rows that
     are dispatched, with scales [E N] and [E K], undefined for an expert without tokens.
     """
@@ -326,7 +325,7 @@ def balanced_rows(
     return _columns(dy.values, factors[0], dispatch), _columns(x, factors[1], dispatch)
 
 
-def _columns(x: torch.Tensor, factors: torch.Tensor, dispatch: Dispatch | None) -> Side:
+def _columns(x: torch.Tensor, factors: torch.Tensor, dispatch: Dispatch | None) -> BalancedRows:
     tokens, columns = x.shape
     assert x.stride(1) == 1
     experts, count, each = None, 1, _TOKENS
@@ -337,7 +336,7 @@ def _columns(x: torch.Tensor, factors: torch.Tensor, dispatch: Dispatch | None) 
         x, factors, experts, amax, tokens, columns, x.stride(0), each, num_warps=8
     )
     shape = columns, num_blocks(tokens) * BLOCK
-    made = Side(
+    made = BalancedRows(
         torch.empty(shape, dtype=torch.int8, device=x.device),
         torch.empty(count * columns, dtype=torch.float32, device=x.device),
     )
@@ -476,8 +475,8 @@ def _tiles_of(values: torch.Tensor) -> TensorDescriptor:
 
 
 def _multiply(
-    left: Side,
-    right: Side,
+    left: Quantised,
+    right: Quantised,
     out: torch.Tensor,
     parts: Sequence[int] = (0,),
     experts: torch.Tensor | None = None,
@@ -510,12 +509,13 @@ def dgrad(dy: Int8Parts, weight: Int8Parts, dispatch: Dispatch | None = None) ->
     out = torch.empty(shape, dtype=torch.bfloat16, device=device)
     if shape[0]:
         begins = list(accumulate(map(num_blocks, dy.parts[:-1]), initial=0))
-        left, right = (Side(side.values, side.scales) for side in (dy, weight))
-        _multiply(left, right, out, begins, None if dispatch is None else dispatch.experts)
+        _multiply(dy, weight, out, begins, None if dispatch is None else dispatch.experts)
     return out
 
 
-def wgrad(dy: Side, x: Side, grad: torch.Tensor, dispatch: Dispatch | None = None) -> None:
+def wgrad(
+    dy: BalancedRows, x: BalancedRows, grad: torch.Tensor, dispatch: Dispatch | None = None
+) -> None:
     """grad, FP32 [N, K], contiguous, += dY^T X, from dY^T [N, Tp] and X^T [K, Tp]; of rows that are
     dispatched, [E N, K], each expert's.
     """

@@ -30,6 +30,7 @@ exactly; the results are added in FP64.
 Shapes: A [M, K], B [N, K] (K-major, as FP8 tensor cores need it), Y [M, N] FP32.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -249,7 +250,7 @@ def dgrad(dy: Operand, weight: LinearWeight) -> torch.Tensor:
         assert isinstance(weight.matrix, Int8Rows)
         return int8_gemm_of_parts(dy, transposed_parts(weight.matrix, dy.parts)).bfloat16()
     if isinstance(dy, QuantTensor):
-        return (dequantise_rows(dy) @ dequantised(weight)).bfloat16()
+        return (dequantise_rows(dy) @ dequantised(in_e4m3(weight))).bfloat16()
     assert isinstance(dy, torch.Tensor)
     return (dy.float() @ dequantised(weight)).to(dy.dtype)
 
@@ -277,20 +278,25 @@ def wgrad(dy: Operand, x: Operand, grad: torch.Tensor, site: Site) -> None:
 
 
 def dequantised(weight: LinearWeight) -> torch.Tensor:
-    """FP32 [N, K]: the matrix that the forward multiplies with; of INT8 in E4M3 blocks, where the
-    site's DGrad is in E4M3.
+    """FP32 [N, K]: the matrix that the forward multiplies with, of INT8 before the Hadamard
+    matrix.
     """
     matrix = weight.matrix
     if isinstance(matrix, torch.Tensor):
         return matrix.float()
     if isinstance(matrix, Int8Rows):
-        wide = dequantise_int8(matrix)
-        if weight.site.dgrad != "e4m3":
-            return wide
-        matrix = quantise_blocks(wide, weight.site.scales, weight.site.parts)
+        return dequantise_int8(matrix)
     assert isinstance(matrix, QuantTensor)
     values = decode_e4m3(matrix.values)
     return _by_column(values, matrix.row_scales(), (values.shape[1],))
+
+
+def in_e4m3(weight: LinearWeight) -> LinearWeight:
+    """As DGrad in E4M3 reads it: a matrix in INT8 in E4M3 blocks, any other as it is."""
+    if not isinstance(weight.matrix, Int8Rows):
+        return weight
+    wide, site = dequantise_int8(weight.matrix), weight.site
+    return replace(weight, matrix=quantise_blocks(wide, site.scales, site.parts))
 
 
 def dequantise_rows(x: QuantTensor) -> torch.Tensor:
