@@ -236,11 +236,11 @@ def test_greedy_tokens_of_the_engine(hf_config: "PreTrainedConfig", seed: int) -
 
 def test_layers_with_and_without_rotary_positions() -> None:
     """A forward has both, whichever comes first."""
-    from transformers import SmolLM3Config
+    from transformers import AutoConfig
 
     for layers in ([0, 1, 0], [1, 0, 1]):
-        config = SmolLM3Config(
-            vocab_size=50, hidden_size=48, intermediate_size=64, num_hidden_layers=3,
+        config = AutoConfig.for_model(
+            "smollm3", vocab_size=50, hidden_size=48, intermediate_size=64, num_hidden_layers=3,
             num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256,
             no_rope_layers=layers, initializer_range=0.15, pad_token_id=None,
             attn_implementation="eager",

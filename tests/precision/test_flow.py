@@ -95,9 +95,9 @@ def test_backward_formats() -> None:
     assert formats(wgrad="bf16", scales="fp32") == ("e4m3", "e4m3", "bf16", "fp32")
     assert formats("int8")[:3] == ("int8", "e4m3", "bf16")
     assert formats("int8", dgrad="int8", wgrad="int8")[:3] == ("int8", "int8", "int8")
-    for options in ({"dgrad": "int8"}, {"wgrad": "int8"}):
+    for key in ("dgrad", "wgrad"):
         with pytest.raises(ConfigError, match="in the preset 'fp8' no linear is in INT8"):
-            formats(**options)
+            formats("fp8", **{key: "int8"})
 
 
 def test_wgrad_in_int8_has_no_sums_that_an_int32_does_not_hold() -> None:
