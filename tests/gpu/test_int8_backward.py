@@ -6,6 +6,7 @@ import torch
 from isobit.kernels.backend import backend_of
 from isobit.kernels.hopper import int8_backward
 from isobit.kernels.hopper.linear import dgrad, output_gradient, wgrad
+from isobit.kernels.hopper.pointwise import swiglu_backward, swiglu_backward_bf16
 from isobit.kernels.hopper.quantise import publish
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import int8_backward as specification
@@ -71,6 +72,27 @@ def test_the_specifications_bits(
     assert_equal(ours, grad)
     again = output_gradient(dy.cuda(), site)
     assert_equal(dgrad(again.rows, weight), dgrad(made.rows, weight).cpu())
+
+
+@pytest.mark.parametrize("columns", [80, 576, 4224, 9728, 11008, 12288, 14336, 18944])
+def test_the_gradient_of_swiglu_is_quantised_as_it_is_rounded(columns: int) -> None:
+    torch.manual_seed(0)
+    site = Site("w", "linear", "int8", dgrad="int8", wgrad="int8", parts=(columns, columns))
+    dy = gradients(9, columns).cuda() * 1e-5
+    gate_up = torch.cat([gradients(9, columns), torch.randn(9, columns).bfloat16()], 1).cuda()
+    gate_up[3, 5] = float("nan")
+    made = swiglu_backward(dy, gate_up, site)
+    exact = output_gradient(swiglu_backward_bf16(dy, gate_up), site)
+    assert isinstance(made.rows, Int8Parts)
+    assert isinstance(exact.rows, Int8Parts)
+    assert torch.equal(made.rows.values, exact.rows.values)
+    assert torch.equal(bits(made.rows.scales), bits(exact.rows.scales))
+    assert isinstance(made.tokens, int8_backward.Unbalanced)
+    assert isinstance(exact.tokens, int8_backward.Unbalanced)
+    assert torch.equal(bits(made.tokens.values), bits(exact.tokens.values))
+    sides = (int8_backward.balanced_rows(one.tokens, dy)[0] for one in (made, exact))
+    ours, theirs = (side.values for side in sides)
+    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def main() -> None:
     quantise.four_sigmoids = pointwise.four_sigmoids = _four_sigmoids
     int8._dot4 = _dot4
     torch.manual_seed(0)
-    for columns in (1, 80, 576):
+    for columns in (1, 80, 576, 4224):
         check_quantisers(columns)
     for columns in (7, 80, 1152):
         check_products(columns)

@@ -38,6 +38,13 @@ def row_constants(columns: int) -> tuple[dict[str, Any], int]:
     return constants, width
 
 
+def chunk_constants(columns: int) -> dict[str, Any]:
+    """What kernels that take whole rows in chunks are compiled with."""
+    chunk = quantise.chunk_of_row(columns)
+    constants = {"C": columns, "WHOLE": columns, "LEVELS": quantise.levels(columns)}
+    return constants | {"CHUNK": chunk, "CHUNKS": -(-columns // chunk)}
+
+
 def assert_in_registers(made: Compiled) -> None:
     """Of shared memory, only what joins the warps' maxima; no product is joined to a sum."""
     assert made.shared <= 64 and made.wide_loads and made.wide_stores
@@ -54,11 +61,14 @@ def test_rows(columns: int) -> None:
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("columns", [4096, 12288])
 def test_swiglu(columns: int, is_kept: bool) -> None:
-    constants, width = row_constants(columns)
-    constants |= {} if is_kept else {"KEPT": None}
-    made = compiled(quantise._swiglu_quantise_kernel, constants, quantise.warps_of_row(width))
+    constants = chunk_constants(columns) | ({} if is_kept else {"KEPT": None})
+    launch = quantise.launch_of_chunks(columns)
+    warps, registers = launch["num_warps"], launch["maxnreg"]
+    made = compiled(quantise._swiglu_int8_kernel, constants, warps, maxnreg=registers)
     # What is kept is stored in vectors of BF16, the INT8 in vectors of twice as many numbers.
-    assert made.shared <= (width if is_kept else 64) and made.wide_loads and made.wide_stores
+    assert made.shared <= (constants["CHUNK"] if is_kept else 64)
+    assert made.programs >= 2  # for one that loads while another computes
+    assert made.wide_loads
 
 
 @pytest.mark.parametrize(("columns", "warps"), [(1024, 4), (4096, 8), (8192, 8)])

@@ -85,6 +85,12 @@ def rotated(x, N: tl.constexpr, SIZE: tl.constexpr, LEVELS: tl.constexpr):
     return x
 
 
+@triton.jit
+def rotated_row(x, SIZE: tl.constexpr, LEVELS: tl.constexpr):
+    """``rotated`` of one row, FP32 [SIZE]."""
+    return tl.reshape(rotated(tl.reshape(x, [1, SIZE]), 1, SIZE, LEVELS), [SIZE])
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Consecutive rows of a matrix whose blocks are whole, except perhaps the last."""

@@ -46,10 +46,10 @@ from isobit.kernels.hopper.int8 import BAND, scaled
 from isobit.kernels.hopper.quantise import (
     FLOOR_BITS,
     amax_bits,
+    larger_size,
     levels,
     quantise_columns,
     to_int8,
-    warps_of_row,
     width_of_row,
 )
 from isobit.kernels.hopper.sizes import PROGRAMS
@@ -58,9 +58,11 @@ from isobit.precision.quant_tensor import BLOCK, Int8Parts, Int8Rows, num_blocks
 
 _TILE = 128  # rows and columns of a product's tile
 _STAGES = 3
-_TOKENS = 1024  # of a program that looks for the largest numbers of columns
-_STRIP = tl.constexpr(128)  # of them that it reads at once
+_TOKENS = 256  # of a program that looks for the largest numbers of columns
+_STRIP = tl.constexpr(32)  # of them that it reads at once, and four times before it waits
 _FACTORS = tl.constexpr(1024)  # tokens of a program that balances
+_ROWS = tl.constexpr(4)  # of a program that looks for their largest numbers
+_WIDEST = 1024  # numbers of each that it reads at once, and four times before it waits
 _INF_BITS = tl.constexpr(0x7F800000)
 _LARGEST_SHIFT = tl.constexpr(126)
 
@@ -227,20 +229,29 @@ def transposed_parts(weight: Int8Rows, parts: tuple[int, ...], experts: int = 1)
     return Int8Parts(made, scales, parts)
 
 
-@triton.jit
-def _row_amax_kernel(X, AMAX, x_row, C: tl.constexpr, WIDTH: tl.constexpr):
-    """One program a row of C numbers, padded to WIDTH."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, WIDTH)
-    x = tl.load(X + row * x_row + column, mask=column < C, other=0.0).to(tl.float32)
-    tl.store(AMAX + row, amax_bits(x, 0))
+@triton.jit(do_not_specialize=["tokens"])
+def _row_amax_kernel(X, AMAX, tokens, x_row, C: tl.constexpr, WIDTH: tl.constexpr):
+    """One program _ROWS rows of C numbers, WIDTH at a time."""
+    token = tl.program_id(0).to(tl.int64) * _ROWS + tl.arange(0, _ROWS)
+    best = tl.zeros([_ROWS, WIDTH], tl.float32)
+    for first in tl.range(0, C, WIDTH, loop_unroll_factor=4):
+        column = first + tl.arange(0, WIDTH)
+        inside = (token < tokens)[:, None]
+        if C % WIDTH:
+            inside = inside & (column < C)[None, :]
+        x = tl.load(X + token[:, None] * x_row + column[None, :], mask=inside, other=0.0)
+        best = larger_size(best, x.to(tl.float32))
+    tl.store(AMAX + token, amax_bits(best, 1), mask=token < tokens)
 
 
 def row_amax(x: torch.Tensor) -> torch.Tensor:
     """BF16 [T, C] -> the bits of the largest number of each row, int32 [1, T]; a NaN is largest."""
     rows, columns = x.shape
-    made, width = torch.empty((1, rows), dtype=torch.int32, device=x.device), width_of_row(columns)
-    _row_amax_kernel[(rows,)](x, made, x.stride(0), columns, width, num_warps=warps_of_row(width))
+    made = torch.empty((1, rows), dtype=torch.int32, device=x.device)
+    width = min(_WIDEST, width_of_row(columns))
+    _row_amax_kernel[(triton.cdiv(rows, _ROWS.value),)](
+        x, made, rows, x.stride(0), columns, width, num_warps=4
+    )
     return made
 
 
@@ -276,15 +287,17 @@ def _column_amax_kernel(
     expert = 0
     if EXPERTS is not None:
         expert = tl.load(EXPERTS + first)
-    best = tl.zeros([_STRIP, 128], tl.int32)
-    for strip in range(0, TOKENS, _STRIP):
+    best = tl.zeros([_STRIP, 128], tl.float32)
+    for strip in tl.range(0, TOKENS, _STRIP, loop_unroll_factor=4):
         token = first + strip + tl.arange(0, _STRIP)
         factor = tl.load(FACTORS + token, mask=token < tokens, other=0.0)
-        inside = (token < tokens)[:, None] & (column < C)[None, :]
+        inside = (token < tokens)[:, None]
+        if C % 128:
+            inside = inside & (column < C)[None, :]
         x = tl.load(X + token[:, None] * ROW + column[None, :], mask=inside, other=0.0)
-        x = tl.abs(x.to(tl.float32) * factor[:, None])
-        best = tl.maximum(best, x.to(tl.int32, bitcast=True))
-    tl.atomic_max(AMAX + expert * C + column, tl.max(best, 0), mask=(column < C) & (expert >= 0))
+        best = larger_size(best, x.to(tl.float32) * factor[:, None])
+    bits = tl.max(best.to(tl.int32, bitcast=True), 0)
+    tl.atomic_max(AMAX + expert * C + column, bits, mask=(column < C) & (expert >= 0))
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -333,7 +346,7 @@ def _columns(x: torch.Tensor, factors: torch.Tensor, dispatch: Dispatch | None) 
         experts, count, each = dispatch.experts, len(dispatch.counts), BLOCK
     amax = torch.zeros(count * columns, dtype=torch.int32, device=x.device)
     _column_amax_kernel[num_blocks(columns), triton.cdiv(tokens, each)](
-        x, factors, experts, amax, tokens, columns, x.stride(0), each, num_warps=8
+        x, factors, experts, amax, tokens, columns, x.stride(0), each, num_warps=4
     )
     shape = columns, num_blocks(tokens) * BLOCK
     made = BalancedRows(

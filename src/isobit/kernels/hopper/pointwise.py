@@ -28,8 +28,9 @@ dy the gradient of y = silu(gate) * up, s = 1 / (1 + exp(-gate)) and silu = gate
 both rounded to BF16.  This is the largest operand of the backward, 2 C numbers a token.  A program
 computes a tile of both gradients in strips, with the functions of
 ``isobit.kernels.hopper.token_groups``; three inputs and two tiles in shared memory allow three
-programs a multiprocessor.  In INT8 a program takes a whole row, since each half has one scale, and
-reads dy and gate once more from a cache rather than hold them.
+programs a multiprocessor.  In INT8 a program takes a whole row, since each half has one scale, in
+chunks that it holds behind the Hadamard matrix; dy and gate are read twice, the second time from a
+cache.
 """
 
 import torch
@@ -38,7 +39,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from isobit.kernels.hopper.device_functions import add_block_sums, padded_size
+from isobit.kernels.hopper.device_functions import add_block_sums, padded_size, rotated_row
 from isobit.kernels.hopper.linear import (
     input_saved,
     linear_input,
@@ -48,15 +49,18 @@ from isobit.kernels.hopper.linear import (
 from isobit.kernels.hopper.quantise import (
     QuantRows,
     amax_bits,
+    chunk_of_row,
     four_sigmoids,
+    larger_size,
+    launch_of_chunks,
     levels,
     quantise_groups,
     rms_norm_int8,
     rms_norm_quantise,
+    store_chunks,
     swiglu,
     swiglu_int8,
     swiglu_quantise,
-    width_of_row,
 )
 from isobit.kernels.hopper.token_groups import (
     BY_ROW,
@@ -310,36 +314,36 @@ def _swiglu_backward_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def _swiglu_backward_int8_kernel(
     DY, GATE_UP, OUT, VALUES, SCALES, AMAX, tokens, C: tl.constexpr, WHOLE: tl.constexpr,
-    WIDTH: tl.constexpr, LEVELS: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """One program a row of C numbers, padded to WIDTH: d gate, then d up, in BF16 and in INT8 with
+    """One program a row of C numbers, in CHUNKS chunks: d gate, then d up, in BF16 and in INT8 with
     a scale each, padded with zeros to WHOLE; the bits of their largest numbers to AMAX [2, tokens].
     """
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, WIDTH)
-    inside = column < C
     for half in tl.static_range(2):
-        dy = tl.load(DY + row * C + column, mask=inside, other=0.0).to(tl.float32)
-        gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0).to(tl.float32)
-        if half == 0:
-            up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0)
-            d = _gate_gradient(dy, gate, up.to(tl.float32))
-        else:
-            d = _up_gradient(dy, gate)
-        tl.store(OUT + row * 2 * C + half * C + column, d, mask=inside)
-        wide = d.to(tl.float32)
-        tl.store(AMAX + half * tokens + row, amax_bits(wide, 0))
-        values, scale = quantise_groups(wide, WIDTH // 128, False, LEVELS)
-        place = VALUES + (row * 2 + half) * WHOLE + column
-        tl.store(place, values, mask=column < WHOLE)
-        tl.store(SCALES + half * tokens + row + tl.arange(0, 1), scale)
-
-
-def warps_of_halves(width: int) -> int:
-    """Warps of a program that holds so many numbers of dy, gate and up: at most 32 a thread, which
-    spill no registers up to 16384.
-    """
-    return min(16, max(4, width // 1024))
+        before = tl.zeros([CHUNK], tl.float32)
+        behind = tl.zeros([CHUNK], tl.float32)
+        chunks = ()
+        for i in tl.static_range(CHUNKS):
+            column = i * CHUNK + tl.arange(0, CHUNK)
+            inside = column < C
+            dy = tl.load(DY + row * C + column, mask=inside, other=0.0).to(tl.float32)
+            gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0).to(tl.float32)
+            if half == 0:
+                up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0)
+                d = _gate_gradient(dy, gate, up.to(tl.float32))
+            else:
+                d = _up_gradient(dy, gate)
+            tl.store(OUT + row * 2 * C + half * C + column, d, mask=inside)
+            wide = d.to(tl.float32)
+            before = larger_size(before, wide)
+            x = rotated_row(wide, CHUNK, LEVELS)
+            behind = larger_size(behind, x)
+            chunks = chunks + (x,)
+        place = half * tokens + row
+        tl.store(AMAX + place, amax_bits(before, 0))
+        to = VALUES + (row * 2 + half) * WHOLE
+        store_chunks(chunks, behind, to, SCALES + place, WHOLE, CHUNK, CHUNKS)
 
 
 def swiglu_backward_int8(
@@ -351,13 +355,14 @@ def swiglu_backward_int8(
     assert dy.is_contiguous()
     assert gate_up.is_contiguous()
     (count, columns), device = dy.shape, dy.device
-    out, whole, width = torch.empty_like(gate_up), padded_size((columns,)), width_of_row(columns)
+    out, whole, chunk = torch.empty_like(gate_up), padded_size((columns,)), chunk_of_row(columns)
     values = torch.empty((count, 2 * whole), dtype=torch.int8, device=device)
     scales = torch.empty((2, count), dtype=torch.float32, device=device)
     amax = torch.empty((2, count), dtype=torch.int32, device=device)
     _swiglu_backward_int8_kernel[(count,)](
-        dy, gate_up, out, values, scales, amax, count, columns, whole, width, levels(columns),
-        num_warps=warps_of_halves(width), enable_fp_fusion=False,
+        dy, gate_up, out, values, scales, amax, count, columns, whole, chunk,
+        triton.cdiv(columns, chunk), levels(columns), **launch_of_chunks(columns),
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out, Int8Parts(values, scales, (columns, columns)), amax
 

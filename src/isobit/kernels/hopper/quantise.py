@@ -31,12 +31,13 @@ weight costs 4 bytes in and 1 byte out, and one more in where changed bytes are 
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.device_functions import padded_size, rotated, runs
+from isobit.kernels.hopper.device_functions import padded_size, rotated, rotated_row, runs
 from isobit.kernels.operands import HeadWeight, LinearWeight, Operand
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import (
@@ -118,6 +119,28 @@ def to_int8(x, amax_bits):
     y = tl.where(bad, 0.0, x * tl.div_rn(tl.full(amax.shape, 127.0, tl.float32), amax))
     # 1.5 * 2^23 more is the integer that is nearest to y, in the lowest bits.
     return (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8), scale
+
+
+@triton.jit
+def larger_size(best, x):
+    """The larger of ``best`` and |x|, element by element, or a NaN; both FP32."""
+    return larger(best, tl.abs(x))
+
+
+@triton.jit
+def store_chunks(
+    chunks, behind, VALUES, SCALE, WRITTEN: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """A row behind its Hadamard matrix, in chunks FP32 [CHUNK], and the largest sizes of their
+    elements, likewise -> INT8 at VALUES, WRITTEN of them, and its scale.
+    """
+    bits = amax_bits(behind, 0)
+    for i in tl.static_range(CHUNKS):
+        column = i * CHUNK + tl.arange(0, CHUNK)
+        values, scale = to_int8(chunks[i], bits)
+        tl.store(VALUES + column, values, mask=column < WRITTEN)
+        if i == 0:
+            tl.store(SCALE, scale)
 
 
 @triton.jit
@@ -241,7 +264,7 @@ def _swiglu_kernel(GATE_UP, OUT, C: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def _swiglu_quantise_kernel(
     GATE_UP, VALUES, SCALES, scale_stride, KEPT, C: tl.constexpr, GROUPS: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, LEVELS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     """One program GROUPS groups of one row: gate [row, column], up [row, C + column].  What is
     quantised is also written to KEPT, if that is given.
@@ -249,16 +272,39 @@ def _swiglu_quantise_kernel(
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUPS
     column = first * 128 + tl.arange(0, GROUPS * 128)
-    group = scale_groups(first, GROUPS, LEVELS)
+    group = first + tl.arange(0, GROUPS)
     inside = column < C
     gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0)
     up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0)
     y = gated(gate, up)
     if KEPT is not None:
         tl.store(KEPT + row * C + column, y, mask=inside)
-    values, scales = quantise_groups(y.to(tl.float32), GROUPS, POWER_OF_TWO, LEVELS)
+    values, scales = quantise_groups(y.to(tl.float32), GROUPS, POWER_OF_TWO)
     tl.store(VALUES + row * C + column, values, mask=inside)
     tl.store(SCALES + group * scale_stride + row, scales, mask=group < (C + 127) // 128)
+
+
+@triton.jit
+def _swiglu_int8_kernel(
+    GATE_UP, VALUES, SCALES, KEPT, C: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    LEVELS: tl.constexpr,
+):  # fmt: skip
+    """``_swiglu_quantise_kernel`` to INT8: one program a row, in CHUNKS chunks."""
+    row = tl.program_id(0).to(tl.int64)
+    behind = tl.zeros([CHUNK], tl.float32)
+    chunks = ()
+    for i in tl.static_range(CHUNKS):
+        column = i * CHUNK + tl.arange(0, CHUNK)
+        inside = column < C
+        gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0)
+        up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0)
+        y = gated(gate, up)
+        if KEPT is not None:
+            tl.store(KEPT + row * C + column, y, mask=inside)
+        x = rotated_row(y.to(tl.float32), CHUNK, LEVELS)
+        behind = larger_size(behind, x)
+        chunks = chunks + (x,)
+    store_chunks(chunks, behind, VALUES + row * C, SCALES + row, C, CHUNK, CHUNKS)
 
 
 def quantise_rows(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantRows:
@@ -336,6 +382,27 @@ def warps_of_row(width: int) -> int:
     return min(16, max(4, width // 2048))
 
 
+def chunk_of_row(columns: int) -> int:
+    """Numbers of a row that a program computes at once, a power of two: in 12,288 columns three
+    times 4,096, where a width of 16,384 would compute a quarter more.
+    """
+    width = width_of_row(columns)
+    return width if width <= 4096 else 4096 if 8 * (-columns % 4096) <= columns else 2048
+
+
+def launch_of_chunks(columns: int) -> dict[str, Any]:
+    """Warps of a program that computes a row in chunks and holds it, and the registers of a thread:
+    up to 14336 columns two programs share a multiprocessor, of which one loads while the other
+    computes.
+    """
+    width = width_of_row(columns)
+    warps = min(16, max(4, width // 1024))
+    if width == 16384 and chunk_of_row(columns) == 2048:
+        warps = 8  # in 16 a thread would hold too few numbers of a chunk
+    fits = warps == 16 and columns <= 12288
+    return {"num_warps": warps, "maxnreg": 64 if fits else None}  # neither spills
+
+
 def _groups_of_program(columns: int) -> int:
     return min(8, 1 << (num_blocks(columns) - 1).bit_length())
 
@@ -400,7 +467,7 @@ def swiglu_quantise(
     grid = (rows, triton.cdiv(columns, groups * BLOCK))
     _swiglu_quantise_kernel[grid](
         gate_up, out.values, out.scales, out.scales.stride(1), kept, columns, groups,
-        scales == "power_of_two", None, num_warps=4, enable_fp_fusion=False,
+        scales == "power_of_two", num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -408,10 +475,10 @@ def swiglu_quantise(
 def swiglu_int8(gate_up: torch.Tensor, kept: torch.Tensor | None = None) -> Int8Rows:
     """``swiglu_quantise`` to INT8."""
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
-    out, width = Int8Rows.empty(rows, columns, gate_up.device), width_of_row(columns)
-    _swiglu_quantise_kernel[(rows,)](
-        gate_up, out.values, out.scales, 0, kept, columns, width // BLOCK, False, levels(columns),
-        num_warps=warps_of_row(width), enable_fp_fusion=False,
+    out, chunk = Int8Rows.empty(rows, columns, gate_up.device), chunk_of_row(columns)
+    _swiglu_int8_kernel[(rows,)](
+        gate_up, out.values, out.scales, kept, columns, chunk, triton.cdiv(columns, chunk),
+        levels(columns), **launch_of_chunks(columns), enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
