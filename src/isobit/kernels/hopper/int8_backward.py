@@ -58,8 +58,7 @@ from isobit.precision.quant_tensor import BLOCK, Int8Parts, Int8Rows, num_blocks
 
 _TILE = 128  # rows and columns of a product's tile
 _STAGES = 3
-_TOKENS = 256  # of a program that looks for the largest numbers of columns
-_STRIP = tl.constexpr(32)  # of them that it reads at once, and four times before it waits
+_STRIP = tl.constexpr(32)  # tokens that a program reads at once, four times before it waits
 _FACTORS = tl.constexpr(1024)  # tokens of a program that balances
 _ROWS = tl.constexpr(4)  # of a program that looks for their largest numbers
 _WIDEST = 1024  # numbers of each that it reads at once, and four times before it waits
@@ -277,18 +276,18 @@ def _balance_kernel(DY_AMAX, X_AMAX, FACTORS, tokens, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _column_amax_kernel(
-    X, FACTORS, EXPERTS, AMAX, tokens, C: tl.constexpr, ROW: tl.constexpr, TOKENS: tl.constexpr
+    X, FACTORS, EXPERTS, AMAX, tokens, C: tl.constexpr, ROW: tl.constexpr
 ):
-    """One program 128 of the C columns of TOKENS tokens, with EXPERTS of one expert's; AMAX int32
+    """One program 128 of the C columns of 128 tokens, with EXPERTS of one expert's; AMAX int32
     [experts, C], zeros before.
     """
     column = tl.program_id(0) * 128 + tl.arange(0, 128)
-    first = tl.program_id(1).to(tl.int64) * TOKENS
+    first = tl.program_id(1).to(tl.int64) * 128
     expert = 0
     if EXPERTS is not None:
         expert = tl.load(EXPERTS + first)
     best = tl.zeros([_STRIP, 128], tl.float32)
-    for strip in tl.range(0, TOKENS, _STRIP, loop_unroll_factor=4):
+    for strip in tl.range(0, 128, _STRIP, loop_unroll_factor=4):
         token = first + strip + tl.arange(0, _STRIP)
         factor = tl.load(FACTORS + token, mask=token < tokens, other=0.0)
         inside = (token < tokens)[:, None]
@@ -341,19 +340,19 @@ def balanced_rows(
 def _columns(x: torch.Tensor, factors: torch.Tensor, dispatch: Dispatch | None) -> BalancedRows:
     tokens, columns = x.shape
     assert x.stride(1) == 1
-    experts, count, each = None, 1, _TOKENS
+    experts, count, blocks = None, 1, num_blocks(tokens)
     if dispatch is not None:
-        experts, count, each = dispatch.experts, len(dispatch.counts), BLOCK
+        experts, count = dispatch.experts, len(dispatch.counts)
     amax = torch.zeros(count * columns, dtype=torch.int32, device=x.device)
-    _column_amax_kernel[num_blocks(columns), triton.cdiv(tokens, each)](
-        x, factors, experts, amax, tokens, columns, x.stride(0), each, num_warps=4
+    _column_amax_kernel[num_blocks(columns), blocks](
+        x, factors, experts, amax, tokens, columns, x.stride(0), num_warps=4
     )
-    shape = columns, num_blocks(tokens) * BLOCK
+    shape = columns, blocks * BLOCK
     made = BalancedRows(
         torch.empty(shape, dtype=torch.int8, device=x.device),
         torch.empty(count * columns, dtype=torch.float32, device=x.device),
     )
-    _columns_kernel[num_blocks(columns), num_blocks(tokens)](
+    _columns_kernel[num_blocks(columns), blocks](
         x, factors, experts, amax, made.values, made.scales, tokens, columns, x.stride(0),
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip

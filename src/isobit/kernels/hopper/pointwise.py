@@ -339,7 +339,7 @@ def _swiglu_backward_int8_kernel(
             before = larger_size(before, wide)
             x = rotated_row(wide, CHUNK, LEVELS)
             behind = larger_size(behind, x)
-            chunks = chunks + (x,)
+            chunks = chunks + (x,)  # noqa: RUF005 (Triton unpacks no tuple)
         place = half * tokens + row
         tl.store(AMAX + place, amax_bits(before, 0))
         to = VALUES + (row * 2 + half) * WHOLE

@@ -303,7 +303,7 @@ def _swiglu_int8_kernel(
             tl.store(KEPT + row * C + column, y, mask=inside)
         x = rotated_row(y.to(tl.float32), CHUNK, LEVELS)
         behind = larger_size(behind, x)
-        chunks = chunks + (x,)
+        chunks = chunks + (x,)  # noqa: RUF005 (Triton unpacks no tuple)
     store_chunks(chunks, behind, VALUES + row * C, SCALES + row, C, CHUNK, CHUNKS)
 
 
