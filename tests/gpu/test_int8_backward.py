@@ -90,8 +90,9 @@ def test_the_gradient_of_swiglu_is_quantised_as_it_is_rounded(columns: int) -> N
     assert isinstance(made.tokens, int8_backward.Unbalanced)
     assert isinstance(exact.tokens, int8_backward.Unbalanced)
     assert torch.equal(bits(made.tokens.values), bits(exact.tokens.values))
-    sides = (int8_backward.balanced_rows(one.tokens, dy)[0] for one in (made, exact))
-    ours, theirs = (side.values for side in sides)
+    ours, theirs = (
+        int8_backward.balanced_rows(one, dy)[0].values for one in (made.tokens, exact.tokens)
+    )
     assert torch.equal(ours, theirs)
 
 

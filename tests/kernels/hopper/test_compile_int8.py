@@ -66,7 +66,8 @@ def test_swiglu(columns: int, is_kept: bool) -> None:
     warps, registers = launch["num_warps"], launch["maxnreg"]
     made = compiled(quantise._swiglu_int8_kernel, constants, warps, maxnreg=registers)
     # What is kept is stored in vectors of BF16, the INT8 in vectors of twice as many numbers.
-    assert made.shared <= (constants["CHUNK"] if is_kept else 64)
+    chunk: int = constants["CHUNK"]
+    assert made.shared <= (chunk if is_kept else 64)
     assert made.programs >= 2  # for one that loads while another computes
     assert made.wide_loads
 
