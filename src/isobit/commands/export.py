@@ -23,7 +23,7 @@ import torch
 
 from isobit.config.load import build
 from isobit.config.precision import PrecisionConfig
-from isobit.config.recipes import Recipe, RunConfig, SftConfig
+from isobit.config.recipes import Recipe, RunConfig, SftConfig, recorded_recipe
 from isobit.models.adapter_folder import CONFIG_FILE, write_adapters
 from isobit.models.adapters import folded_columns, open_adapters, peft_tensors, without_adapters
 from isobit.models.checkpoint import FolderCheckpoint
@@ -249,7 +249,7 @@ def _of_checkpoint(
 
 
 def _recipe(checkpoint: Checkpoint) -> Recipe:
-    values = checkpoint.manifest["config"]
+    values = recorded_recipe(checkpoint.manifest["config"])
     kind = RunConfig if "algorithm" in values else SftConfig
     return build(kind, values, str(checkpoint.folder))
 
