@@ -243,7 +243,8 @@ RUNS: dict[str, Run] = {
     ),
     "eval": printed(
         "eval starter --data starter:held_out.jsonl --reward isobit.starter.tasks:correct_answer"
-        " --problems 12 --samples 2 --temperature 0.8 --max-new-tokens 12 --threads 1"
+        " --precision fp8 --problems 12 --samples 2 --temperature 0.8 --max-new-tokens 12"
+        " --threads 1"
     ),
     "verify": printed(
         "verify starter --precision fp8 --threads 1 --prompts 4 --samples 2 --max-new-tokens 80"

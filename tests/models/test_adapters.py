@@ -399,7 +399,7 @@ def test_merged_matrices_are_the_sum_rounded_once(base: Path, tmp_path: Path) ->
     assert torch.equal(merged.masters["layers.0.qkv_proj.weight"][:128], plain[:128])
     assert result.rounding is not None
     assert 0 < result.rounding < 0.1
-    coarse = export(source, tmp_path / "fp8", "fp8", PrecisionConfig(), merge=True)
+    coarse = export(source, tmp_path / "fp8", "fp8", PrecisionConfig(preset="fp8"), merge=True)
     assert coarse.rounding is not None
     assert coarse.rounding > 4 * result.rounding
     with pytest.raises(ConfigError, match="add --merge"):

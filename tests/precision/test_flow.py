@@ -190,7 +190,7 @@ class Scanned(tuple[Site, ...]):
 
 def test_a_site_is_found_without_going_through_all_of_them() -> None:
     """Every linear of every layer asks for its site at every publication."""
-    graph = build_flow(PrecisionConfig(), make_shape(layers=40)).rollout
+    graph = build_flow(PrecisionConfig(preset="fp8"), make_shape(layers=40)).rollout
     sites = Scanned(graph.sites)
     watched = Graph(sites, graph.activations)
     before = sites.scans

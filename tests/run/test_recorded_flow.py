@@ -122,3 +122,40 @@ def test_a_new_run_records_the_backward_that_it_has(make_run: MakeConfig, whole:
     train(make_run(precision="int8", **SHORT), resume=True)
     ours, theirs = ((one / COMPARED[0]).read_text().splitlines() for one in (config.output, whole))
     assert ours[0] != theirs[0], "the two backwards give other weights"
+
+
+NOTICE = "the recipe names no precision"
+
+
+def naming_none(config: RunConfig) -> RunConfig:
+    values = config.model_dump(exclude_unset=True)
+    del values["precision"]
+    return RunConfig.model_validate(values)
+
+
+def test_a_recipe_that_names_no_precision_is_told_once(
+    make_run: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = naming_none(make_run(**SHORT))
+    train(first)
+    said = capsys.readouterr().out
+    assert said.count(NOTICE) == 1 and 'precision = "fp8" keeps' in said
+    assert read_run(first.output).flow == "int8"
+    train(naming_none(make_run(**SETTINGS)), resume=True)
+    assert NOTICE not in capsys.readouterr().out
+    replay(first.output, 1)
+    assert NOTICE not in capsys.readouterr().out
+
+
+def test_a_run_of_an_earlier_version_goes_on_in_fp8_where_its_recipe_names_none(
+    make_run: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(make_run(output=tmp_path / "whole", precision="fp8", **SETTINGS))
+    cut = make_run(precision="fp8", **SHORT)
+    train(cut)
+    as_recorded_before(cut.output, without_keys)
+    train(naming_none(make_run(**SETTINGS)), resume=True)
+    assert NOTICE not in capsys.readouterr().out
+    for name in COMPARED:
+        assert (cut.output / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    assert read_run(cut.output).flow == "fp8"

@@ -418,9 +418,14 @@ def check_target(source: ExportSource, target: Path, overwrite: bool) -> None:
 def _flow(
     source: ExportSource, format: ExportFormat, precision: PrecisionConfig | None
 ) -> PrecisionFlow | None:
-    """None for BF16, and where the bytes are there already."""
+    """None for BF16, and where the bytes are there already; options without a preset are those of
+    the format's.
+    """
     if format == "bf16":
         return None
+    if precision is not None and "preset" not in precision.model_fields_set:
+        options = precision.model_dump(exclude_unset=True)
+        precision = PrecisionConfig.model_validate({**options, "preset": format})
     chosen = precision or source.precision
     if chosen is None and format == "fp8" and source.tensors.in_e4m3:
         return None

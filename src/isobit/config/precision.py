@@ -14,6 +14,11 @@ Preset = Literal[
     "fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8", "int8-rollout", "int8-linear", "int8"
 ]
 KvCalibration = Literal["trainer", "engine", "never"]
+DEFAULT_PRESET: Preset = "int8"
+_NOTICE = (
+    'the recipe names no precision, which is "int8" by default since Isobit 0.1.0; it was "fp8" '
+    'before, which precision = "fp8" keeps'
+)
 _INT8_BACKWARD = ("int8", "int8-linear")
 """Presets whose DGrad and WGrad are in INT8 where nothing else is said."""
 _BEFORE = {"dgrad": "fp8", "wgrad": "bf16"}
@@ -21,14 +26,14 @@ _BEFORE = {"dgrad": "fp8", "wgrad": "bf16"}
 
 
 class PrecisionConfig(Strict):
-    """The precision flow of both sides: a preset and changes to it. ``precision = "fp8"`` names a
+    """The precision flow of both sides: a preset and changes to it. ``precision = "int8"`` names a
     preset alone.
     """
 
-    preset: Preset = "fp8"
-    """fp8: linears, KV cache and attention in FP8 on both sides; fp8-linear: linears only;
-    fp8-rollout: FP8 rollout only; int8, int8-linear and int8-rollout: likewise in INT8 behind a
-    Hadamard matrix; bf16; fp32.
+    preset: Preset = DEFAULT_PRESET
+    """int8: linears, KV cache and attention in INT8 behind a Hadamard matrix, on both sides;
+    int8-linear: linears only; int8-rollout: INT8 rollout only; fp8, fp8-linear and fp8-rollout:
+    likewise in FP8; bf16; fp32.
     """
     first_layers_bf16: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """How many of the first decoder layers stay in BF16, with their KV cache and attention."""
@@ -72,6 +77,11 @@ class PrecisionConfig(Strict):
         return "int8" if is_open else value
 
     @property
+    def notes(self) -> list[str]:
+        """What a run is told at its start that names no preset."""
+        return [] if "preset" in self.model_fields_set else [_NOTICE]
+
+    @property
     def name(self) -> str:
         return precision_name(self.model_dump(mode="json"))
 
@@ -104,7 +114,7 @@ def recorded_precision(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _defaults(preset: str) -> dict[str, Any]:
-    backward = dict.fromkeys(_BEFORE, "int8") if preset in _INT8_BACKWARD else {}
+    backward = dict.fromkeys(_BEFORE, "int8" if preset in _INT8_BACKWARD else None)
     return {**PrecisionConfig().model_dump(mode="json"), "preset": preset, **backward}
 
 
