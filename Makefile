@@ -1,6 +1,6 @@
 # Everything happens in a virtual environment inside the checkout; nothing outside it is touched.
 #
-#   make quickstart   set up, train the starter model with reinforcement learning in FP8, show the result
+#   make quickstart   set up, train the starter model with reinforcement learning in INT8, show the result
 #   make test         set up, run the quick tests: every behaviour is guarded once
 #   make test-all     all tests: whole grids, kills and soaks too
 #   make lint         ruff, pyright, the import rules and the limits of the structure

@@ -56,7 +56,8 @@ MODES = (
     "int8-backward", "int8-wgrad",
 )  # fmt: skip
 """Presets, and flows with options: ``fp8`` with attention in INT8; ``int8`` with lm_head, with
-DGrad and WGrad, and with WGrad alone.
+DGrad and WGrad, as by default (rows of ``int8`` before 2026-11-28 have DGrad in FP8 and WGrad in
+BF16), and with WGrad alone.
 """
 INT8_ATTENTION = ("fp8-int8-attention", "int8", "int8-head", "int8-backward", "int8-wgrad")
 """Modes whose attention and KV cache are in INT8."""
@@ -74,7 +75,7 @@ def precision_of(mode: str) -> PrecisionConfig:
         "fp8-int8-attention": {"preset": "fp8", "attention": "int8"},
         "int8-head": {"preset": "int8", "head": "int8"},
         "int8-backward": {"preset": "int8", "dgrad": "int8", "wgrad": "int8"},
-        "int8-wgrad": {"preset": "int8", "wgrad": "int8"},
+        "int8-wgrad": {"preset": "int8", "dgrad": "fp8"},
     }
     return PrecisionConfig.model_validate(with_options.get(mode, mode))
 

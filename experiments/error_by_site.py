@@ -45,10 +45,10 @@ from isobit.records.packing import pack, sequences_of
 
 NAME = "error_by_site"
 INT8_BACKWARDS: tuple[dict[str, str], ...] = (
+    {"dgrad": "fp8", "wgrad": "bf16"},
+    {"wgrad": "bf16"},
+    {"dgrad": "fp8"},
     {},
-    {"dgrad": "int8"},
-    {"wgrad": "int8"},
-    {"dgrad": "int8", "wgrad": "int8"},
 )
 FLOWS = (
     PrecisionConfig(preset="bf16"),

@@ -19,8 +19,8 @@ Each step of the loop has six stages:
                  quantised once and published: engine and trainer read the same bytes
     compare      the log-probabilities of that forward beside the recorded ones, bit for bit
 
-With the precisions ``fp8``, ``bf16`` and ``fp32``, engine and trainer are one function of the
-weights: not one bit differs, and the importance ratio is exactly 1 at the first update.  With
+With the precisions ``int8``, ``fp8``, ``bf16`` and ``fp32``, engine and trainer are one function of
+the weights: not one bit differs, and the importance ratio is exactly 1 at the first update.  With
 ``fp8-rollout`` they are two functions, and most log-probabilities differ.
 
 Names end in the axes of what they hold, outermost first:
@@ -97,7 +97,7 @@ def advantages(group: isobit.Group) -> list[float | None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="GRPO on the starter model, in one file.")
-    parser.add_argument("--precision", default="fp8", help="fp8, bf16, fp32 or fp8-rollout")
+    parser.add_argument("--precision", default="int8", help="int8, fp8, bf16, fp32 or fp8-rollout")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=16, help="prompts of a step")
     parser.add_argument("--samples", type=int, default=16, help="completions of each prompt")

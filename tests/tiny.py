@@ -49,6 +49,7 @@ def small_run(
     config: dict[str, Any] = {
         "model": str(folder),
         "output": place,
+        "precision": {"preset": "fp8"},
         "data": {
             "train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 16},
             "eval": {"held_out": {"type": "jsonl", "path": "starter:held_out.jsonl", "limit": 5}},

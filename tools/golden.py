@@ -219,7 +219,11 @@ RUNS: dict[str, Run] = {
     "fp8-rollout": trained(
         f"{TAUGHT} precision=fp8-rollout corrections='[{{type = \"tis\", max = 1.05}}]'"
     ),
-    "int8": trained(f"{TAUGHT} precision=int8 algorithm.name=rloo training.recompute=mlp"),
+    "int8": trained(
+        f"{TAUGHT} precision=int8 precision.dgrad=fp8 precision.wgrad=bf16 algorithm.name=rloo"
+        " training.recompute=mlp"
+    ),
+    "int8-backward": trained(f"{TAUGHT} precision=int8 algorithm.name=rloo training.recompute=mlp"),
     "ppo": trained(f"{TAUGHT} algorithm.name=ppo algorithm.kl_coefficient=0.01"),
     "kl": trained(
         f"{TAUGHT} algorithm.kl_coefficient=0.05 algorithm.entropy_coefficient=0.01"
@@ -239,7 +243,8 @@ RUNS: dict[str, Run] = {
     ),
     "eval": printed(
         "eval starter --data starter:held_out.jsonl --reward isobit.starter.tasks:correct_answer"
-        " --problems 12 --samples 2 --temperature 0.8 --max-new-tokens 12 --threads 1"
+        " --precision fp8 --problems 12 --samples 2 --temperature 0.8 --max-new-tokens 12"
+        " --threads 1"
     ),
     "verify": printed(
         "verify starter --precision fp8 --threads 1 --prompts 4 --samples 2 --max-new-tokens 80"

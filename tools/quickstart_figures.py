@@ -32,8 +32,8 @@ def figures_of(run: Path) -> dict[str, Any]:
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
-    if summary["steps"] != 20 or summary["preset"] != "fp8":
-        raise ValueError(f"{run} is no run of 20 steps in fp8, which the quickstart is")
+    if summary["steps"] != 20 or summary["preset"] != "int8":
+        raise ValueError(f"{run} is no run of 20 steps in int8, which the quickstart is")
     trained = next(row for row in rows if row["step"] == 20 and "reward/mean" in row)
     evaluations = [row for row in rows if "eval/held_out/accuracy" in row]
     before, after = (
@@ -75,8 +75,8 @@ def _output(figures: Mapping[str, Any]) -> str:
             f"step 20/20  reward {step['reward/mean']:.3f}"
             f"  length {step['response_length/mean']:.1f}  entropy {step['entropy']:.3f}  {counts}",
             f"after step 20: {_evaluation(figures['after'])}",
-            f"fp8: {figures['differing']:,} of {figures['compared']:,} log-probabilities differ in "
-            "rollout and training",
+            f"int8: {figures['differing']:,} of {figures['compared']:,} log-probabilities differ "
+            "in rollout and training",
             "```",
             "",
         ]
@@ -85,7 +85,7 @@ def _output(figures: Mapping[str, Any]) -> str:
 
 def _accuracy(figures: Mapping[str, Any]) -> str:
     text = (
-        f"The quickstart's own evaluation of these problems, in `fp8`, is "
+        f"The quickstart's own evaluation of these problems, in `int8`, is "
         f"{figures['after']['accuracy']:.1%} on {_machine(figures)}."
     )
     return "\n".join([*wrap(text, 100), ""])

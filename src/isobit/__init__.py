@@ -1,5 +1,5 @@
-"""Isobit: reinforcement learning of language models in FP8 where the sampled policy and the trained
-policy are one function.
+"""Isobit: reinforcement learning of language models in 8 bits where the sampled policy and the
+trained policy are one function.
 
 The names of the public interface, described in ``docs/api.md``, are loaded when they are first
 asked for: importing this package imports no torch.  It must come before the first ``import torch``

@@ -150,7 +150,7 @@ def generate(
     **settings: Any,
 ) -> list[Group]:
     """Complete a prompt, or each of several, ``samples`` times: ``generate("starter", "3+8+2+9=",
-    precision="fp8", max_new_tokens=24)``.  A prompt is text or a list of chat messages.
+    precision="int8", max_new_tokens=24)``.  A prompt is text or a list of chat messages.
 
     ``settings`` are the key device, keys of the tables precision and rollout, and those of rollout
     by themselves.  One sample is greedy and several are drawn at temperature 1, unless they say
@@ -166,7 +166,7 @@ def verify(
     model: str | Path, options: VerifyOptions | None = None, **settings: Any
 ) -> VerifyResult:
     """Compare sampled and trained log-probabilities of a model folder, bit for bit:
-    ``verify("starter", precision="fp8")``.
+    ``verify("starter", precision="int8")``.
 
     ``settings`` are the key device and keys of the table precision.  Raises what
     ``isobit.proof.verify.verify`` raises.

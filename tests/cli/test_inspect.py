@@ -8,7 +8,7 @@ from isobit.cli.main import main
 
 
 def test_tables_and_json_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["inspect", "starter", "--gpu", "h100", "--weights"]
+    words = ["inspect", "starter", "--gpu", "h100", "--weights", "--precision", "fp8"]
     assert main(words) == 0
     text = capsys.readouterr().out
     assert main([*words, "--json"]) == 0
@@ -43,7 +43,7 @@ def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_flow_with_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--precision.first_layers_bf16", "3", "--precision.scales", "fp32"]
-    assert main(["inspect", "starter", *options]) == 0
+    assert main(["inspect", "starter", "--precision", "fp8", *options]) == 0
     said = capsys.readouterr().out
     flow = '{preset = "fp8", first_layers_bf16 = 3, scales = "fp32"}'
     assert f"the 7 matrices in E4M3: {flow}" in said

@@ -210,7 +210,7 @@ def test_a_checkpoint_of_another_model_and_a_damaged_one(
     config = make_config(model=str(folder), training={"steps": 1}, checkpoint={"every": 1})
     train(config)
     wider = replace(read_any_config(tiny_folder), intermediate_size=256)
-    save_policy(random_policy(wider, PrecisionConfig(), seed=0), folder)
+    save_policy(random_policy(wider, PrecisionConfig(preset="fp8"), seed=0), folder)
     with pytest.raises(CheckpointError, match=r"gate_up_proj\.weight has the shape .* another"):
         find_source(config.output, 1, lines.append)
     masters = config.output / "checkpoints" / "step_000001" / "masters.safetensors"
@@ -367,7 +367,7 @@ def test_generation_stops_are_written_where_the_folder_has_none(
 
 
 def test_the_model_that_a_policy_saves_is_what_it_exports(tmp_path: Path, lines: Lines) -> None:
-    policy = load_policy(starter_folder(), PrecisionConfig())
+    policy = load_policy(starter_folder(), PrecisionConfig(preset="fp8"))
     save_policy(policy, tmp_path / "saved", starter_folder())
     out = export(find_source("starter", None, lines.append), tmp_path / "out").folder
     assert (out / WEIGHTS_FILE).read_bytes() == (tmp_path / "saved" / WEIGHTS_FILE).read_bytes()

@@ -108,11 +108,11 @@ def test_a_flow_that_is_bf16_by_its_options_differs_in_nothing(
 def test_flows_that_differ_in_the_backward_are_named_apart_and_answer_alike(
     make_config: MakeConfig, tiny_folder: Path
 ) -> None:
-    asked = [*presets("int8"), *presets("int8", dgrad="int8", wgrad="int8")]
-    _, plain, both = compare_flows(tiny_folder, make_config(), asked).flows
+    asked = [*presets("int8"), *presets("int8", dgrad="fp8", wgrad="bf16")]
+    _, plain, mixed = compare_flows(tiny_folder, make_config(), asked).flows
     assert plain.name == "int8"
-    assert both.name == '{preset = "int8", dgrad = "int8", wgrad = "int8"}'
-    assert plain.closeness == both.closeness
+    assert mixed.name == '{preset = "int8", dgrad = "fp8", wgrad = "bf16"}'
+    assert plain.closeness == mixed.closeness
 
 
 def test_one_flows_weights_are_in_memory_at_a_time(
@@ -325,13 +325,13 @@ def test_the_command_compares_the_starters_flows(capsys: pytest.CaptureFixture[s
     assert main([*SMALL, *reward, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     names = [one["name"] for one in found["flows"]]
-    assert names == ["bf16", "fp8-linear", "fp8", '{preset = "fp8", attention = "int8"}', "int8"]
-    base, int8 = found["flows"][0], found["flows"][-1]
+    assert names == ["bf16", "int8", "fp8", '{preset = "fp8", attention = "int8"}', "fp8-linear"]
+    base, int8, fp8 = found["flows"][:3]
     assert base["evaluation"]["problems"] == found["problems"] == 20
     assert base["interval"] is None
     assert int8["weight_bytes"] < base["weight_bytes"]
     assert int8["kv_bytes_per_token"] < base["kv_bytes_per_token"]
-    assert int8["closeness"]["rms"] < found["flows"][2]["closeness"]["rms"]
+    assert int8["closeness"]["rms"] < fp8["closeness"]["rms"]
     assert len(int8["crests"]["linears"]) == 16
     assert found["recommended"]["flow"] == "bf16"
     assert not found["recommended"]["decided"]
@@ -339,8 +339,9 @@ def test_the_command_compares_the_starters_flows(capsys: pytest.CaptureFixture[s
 
 def test_the_table_has_a_line_for_each_flow(capsys: pytest.CaptureFixture[str]) -> None:
     table = '{preset = "fp8", modules_bf16 = ["down_proj"]}'
-    assert main([*SMALL, "--flows", "int8", table]) == 0
+    assert main([*SMALL, "--flows", table, "int8"]) == 0
     shown = capsys.readouterr().out
+    assert shown.index("\nint8") < shown.index("\n{preset"), "the default is first"
     assert shown.count('\n{preset = "fp8", modules_bf16 = ["down_proj"]}') == 2
     assert "minus bf16" not in shown, "nothing was graded"
     assert shown.splitlines()[-1].startswith('recommended: precision = "bf16": ')

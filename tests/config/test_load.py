@@ -366,6 +366,10 @@ def test_a_precision_given_by_name_and_one_given_as_a_table_mix():
     assert apply_overrides({"precision": "fp8"}, [(("precision", "wgrad"), "bf16")]) == {
         "precision": {"preset": "fp8", "wgrad": "bf16"}
     }
+    recorded = {"preset": "int8", "dgrad": "int8", "wgrad": "int8", "head": "int8"}
+    assert apply_overrides({"precision": recorded}, [(("precision",), "fp8")]) == {
+        "precision": {"preset": "fp8", "head": "int8"}
+    }, "what int8 has by default is no choice"
     table = {"precision": {"preset": "fp8", "last_layers_bf16": 1}}
     assert apply_overrides(table, [(("precision",), "bf16")]) == {
         "precision": {"preset": "bf16", "last_layers_bf16": 1}

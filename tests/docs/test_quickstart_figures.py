@@ -33,7 +33,7 @@ def test_figures_are_taken_from_a_run(tmp_path: Path) -> None:
         "versions": {"torch": FIGURES["torch"]},
     }
     summary = {f"tokens_{name}": FIGURES[name] for name in ("differing", "compared")}
-    summary |= {"steps": 20, "preset": "fp8"}
+    summary |= {"steps": 20, "preset": "int8"}
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "run.json").write_text(json.dumps(manifest))
     (tmp_path / "summary.json").write_text(json.dumps(summary))

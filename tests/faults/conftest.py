@@ -56,6 +56,7 @@ def values(place: Path) -> dict[str, Any]:
     return {
         "model": str(place / "model"),
         "output": str(place / "uninterrupted"),
+        "precision": {"preset": "fp8"},
         "threads": 1,
         "data": {
             "train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 10},

@@ -23,7 +23,7 @@ def write_recipe(
     """The recipe of steps of 4 x 4 samples, several micro-batches each, beside its random model and
     the text of its reward function; ``sections`` replace keys of these.
     """
-    policy = random_policy(config, PrecisionConfig(), 0, "cuda")
+    policy = random_policy(config, PrecisionConfig(preset="fp8"), 0, "cuda")
     save_policy(policy, folder / "model", tokenizer_from=starter_folder())
     del policy
     gc.collect()
@@ -32,6 +32,7 @@ def write_recipe(
     content = {
         "model": str(folder / "model"),
         "output": str(folder / "run"),
+        "precision": {"preset": "fp8"},
         "device": "cuda",
         "data": {"train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 32}},
         "reward": {"function": f"{folder / 'reward.py'}:reward", "in_process": True},

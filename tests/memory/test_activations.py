@@ -71,7 +71,9 @@ def test_bytes_on_a_gpu_are_exact_and_what_scoring_takes_is_near(
     model = described(config, preset)
     masters = (
         (name, torch.empty_like(master))
-        for name, master in meta_memory.meta_policy(config, PrecisionConfig()).masters.items()
+        for name, master in meta_memory.meta_policy(
+            config, PrecisionConfig(preset="fp8")
+        ).masters.items()
     )
     precision = PrecisionConfig(preset=preset)
     frozen = FrozenPolicy.publish(config, precision, masters, meta_memory.META)
@@ -85,7 +87,7 @@ def test_bytes_on_a_gpu_are_exact_and_what_scoring_takes_is_near(
 
 
 def estimate(*frozen: FrozenModel) -> MemoryEstimate:
-    flow = build_flow(PrecisionConfig(), decoder_shape(TIED))
+    flow = build_flow(PrecisionConfig(preset="fp8"), decoder_shape(TIED))
     return estimate_memory(TIED, flow, RolloutConfig(), TrainingConfig(), 64, spec_sizes, frozen)
 
 

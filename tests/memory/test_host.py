@@ -60,7 +60,7 @@ def test_published_weights_and_pages_are_exact(shape: ModelConfig, preset: Prese
 @pytest.mark.parametrize("moments", get_args(Moments))
 def test_masters_gradients_and_moments_are_exact(moments: Moments, shape: ModelConfig) -> None:
     """Norms of 32 numbers have groups of scales that are not full."""
-    policy = random_policy(shape, PrecisionConfig(), seed=0)
+    policy = random_policy(shape, PrecisionConfig(preset="fp8"), seed=0)
     training = TrainingConfig(moments=moments)
     trainer = Trainer(policy, training, total_updates=1)
     for master in policy.parameters():
@@ -116,7 +116,7 @@ def test_activations_are_what_the_forward_keeps(
 
 
 def estimate(**rollout: float) -> MemoryEstimate:
-    flow = build_flow(PrecisionConfig(), decoder_shape(QWEN3))
+    flow = build_flow(PrecisionConfig(preset="fp8"), decoder_shape(QWEN3))
     return estimate_memory(
         QWEN3, flow, RolloutConfig.model_validate(rollout), TrainingConfig(), 64, sizes
     )
@@ -141,7 +141,7 @@ def test_a_warning_about_the_model_itself_names_another_key_too() -> None:
     large = replace(
         QWEN3, hidden_size=4096, intermediate_size=12288, num_layers=32, vocab_size=150_000
     )
-    flow = build_flow(PrecisionConfig(), decoder_shape(large))
+    flow = build_flow(PrecisionConfig(preset="fp8"), decoder_shape(large))
     training = TrainingConfig(moments="fp8")
     parts = estimate_memory(large, flow, RolloutConfig(), training, 512, sizes)
     warning = parts.warning(1 << 30)
@@ -152,7 +152,7 @@ def test_a_warning_about_the_model_itself_names_another_key_too() -> None:
 def test_a_warning_about_the_moments_names_the_key_of_their_format_and_the_margin() -> None:
     """Seen before: "optimiser moments is the largest item, and model sets it"."""
     large = replace(QWEN3, hidden_size=4096, intermediate_size=12288, num_layers=32)
-    flow = build_flow(PrecisionConfig(), decoder_shape(large))
+    flow = build_flow(PrecisionConfig(preset="fp8"), decoder_shape(large))
     parts = estimate_memory(large, flow, RolloutConfig(), TrainingConfig(), 512, sizes)
     warning = parts.warning(1 << 30)
     assert warning is not None and "optimiser moments is the largest item" in warning
@@ -161,7 +161,7 @@ def test_a_warning_about_the_moments_names_the_key_of_their_format_and_the_margi
 
 
 def test_a_longer_sequence_than_the_budget_is_a_micro_batch_of_its_own() -> None:
-    flow = build_flow(PrecisionConfig(), decoder_shape(QWEN3))
+    flow = build_flow(PrecisionConfig(preset="fp8"), decoder_shape(QWEN3))
     training = TrainingConfig(tokens_per_microbatch=100)
     parts = [
         estimate_memory(QWEN3, flow, RolloutConfig(), training, longest, sizes).size("activations")

@@ -126,7 +126,7 @@ def test_the_plan_of_a_device(processes: int) -> None:
 
 def test_main_memory_holds_all_processes() -> None:
     """Masters, gradients and moments once; the rest as often as there are processes."""
-    flow = build_flow(PrecisionConfig(), decoder_shape(UNTIED))
+    flow = build_flow(PrecisionConfig(preset="fp8"), decoder_shape(UNTIED))
     training = TrainingConfig(moments="fp8")
     one, two, three = (
         estimate_memory(UNTIED, flow, RolloutConfig(), training, 64, sizes, processes=processes)

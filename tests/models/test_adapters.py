@@ -61,8 +61,8 @@ def moved(policy: Policy, seed: int = 1, size: float = 0.05) -> Policy:
     return policy
 
 
-INT8_DGRAD = {"preset": "int8", "dgrad": "int8"}
-"""All that the backward of a frozen base needs."""
+INT8_BEFORE = {"preset": "int8", "dgrad": "fp8"}
+"""With the DGrad that ``int8`` had in earlier versions."""
 
 
 def make(preset: Any = "fp32", **options: Any) -> Policy:
@@ -155,7 +155,7 @@ def test_gradients_are_those_of_the_merged_matrices(family: Family, lora: Lora) 
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("preset", ["bf16", "fp8", "int8", INT8_DGRAD])
+@pytest.mark.parametrize("preset", ["bf16", "fp8", "int8", INT8_BEFORE])
 def test_gradients_do_not_depend_on_what_is_computed_again(preset: Any) -> None:
     policy = make(preset, family="qwen2")
     levels: tuple[Recompute, ...] = ("none", "mlp", "full")
@@ -171,7 +171,7 @@ def test_gradients_do_not_depend_on_what_is_computed_again(preset: Any) -> None:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("preset", ["bf16", "fp8", "int8", INT8_DGRAD])
+@pytest.mark.parametrize("preset", ["bf16", "fp8", "int8", INT8_BEFORE])
 def test_gradients_in_low_precision_are_near_those_in_fp32(preset: Any) -> None:
     found, exact = gradients(make(preset)), gradients(make("fp32"))
     for name, grad in found.items():
@@ -181,10 +181,10 @@ def test_gradients_in_low_precision_are_near_those_in_fp32(preset: Any) -> None:
 
 def test_a_frozen_base_has_dgrad_in_int8() -> None:
     """Where nothing lies between an adapter and the loss, its gradient is as it was."""
-    as_before, found = (gradients(make(preset, tied=False)) for preset in ("int8", INT8_DGRAD))
+    as_before, found = (gradients(make(preset, tied=False)) for preset in (INT8_BEFORE, "int8"))
     same = {name for name, grad in found.items() if torch.equal(grad, as_before[name])}
     assert same == {f"layers.1.down_proj.lora_{one}.weight" for one in "AB"}
-    site = make(INT8_DGRAD).flow.training.linear(0, "qkv_proj")
+    site = make("int8").flow.training.linear(0, "qkv_proj")
     assert (site.dgrad, site.wgrad) == ("int8", "bf16")
 
 
@@ -399,7 +399,7 @@ def test_merged_matrices_are_the_sum_rounded_once(base: Path, tmp_path: Path) ->
     assert torch.equal(merged.masters["layers.0.qkv_proj.weight"][:128], plain[:128])
     assert result.rounding is not None
     assert 0 < result.rounding < 0.1
-    coarse = export(source, tmp_path / "fp8", "fp8", PrecisionConfig(), merge=True)
+    coarse = export(source, tmp_path / "fp8", "fp8", PrecisionConfig(preset="fp8"), merge=True)
     assert coarse.rounding is not None
     assert coarse.rounding > 4 * result.rounding
     with pytest.raises(ConfigError, match="add --merge"):

@@ -190,7 +190,7 @@ def test_a_folder_is_read_one_master_at_a_time(
     loaded = load_policy(tmp_path, PrecisionConfig(preset="fp8"))
     assert frozen.is_equal_to(loaded) and torch.equal(log_probs(frozen), log_probs(loaded))
     with pytest.raises(ModelError, match="not a folder"):
-        FrozenPolicy.load(tmp_path / "none", PrecisionConfig())
+        FrozenPolicy.load(tmp_path / "none", PrecisionConfig(preset="fp8"))
 
 
 @pytest.mark.few(8)
@@ -457,7 +457,7 @@ def test_fp8_scores_are_near_those_of_fp32(tmp_path: Path) -> None:
 
 def test_it_keeps_a_byte_a_linear_weight_and_no_lm_head(tmp_path: Path) -> None:
     config = make_config()
-    policy = load_reward_model(make_folder(tmp_path, config), PrecisionConfig()).policy
+    policy = load_reward_model(make_folder(tmp_path, config), PrecisionConfig(preset="fp8")).policy
     linears = 2 * ((4 + 2 * 2) * 64 * 128 + 128 * 4 * 64 + 3 * 128 * 256)
     others = 128 * 128 + (2 * 2 + 1 + 1) * 128 + 2 * 2 * 64  # embedding, norms, score, q and k
     scales, rope = 4 * linears // 128**2, 4 * 256 * 64

@@ -83,8 +83,8 @@ def test_a_cached_model_is_loaded_without_a_request(
     snapshot = put(cache, starter_folder(), starter_files())
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     assert model_folder(name).resolve() == snapshot.resolve()
-    model = load_model(name, PrecisionConfig(), trainable=False)
-    expected = load_model("starter", PrecisionConfig(), trainable=False)
+    model = load_model(name, PrecisionConfig(preset="fp8"), trainable=False)
+    expected = load_model("starter", PrecisionConfig(preset="fp8"), trainable=False)
     table = "embed_tokens.weight"
     weights = (one.policy.weights("rollout").plain[table] for one in (model, expected))
     assert torch.equal(*weights)
@@ -194,7 +194,7 @@ def test_what_the_hub_does_not_give(hub: Hub, error: Exception, message: str) ->
 def test_a_model_without_safetensors(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "repository" / WEIGHTS_FILE).unlink()
     with pytest.raises(ModelError, match=r"pickled weights \(\.bin, \.pt\) are not read"):
-        load_model("org/name", PrecisionConfig())
+        load_model("org/name", PrecisionConfig(preset="fp8"))
 
 
 def test_an_index_of_the_hub_that_names_a_file_outside(hub: Hub, tmp_path: Path) -> None:

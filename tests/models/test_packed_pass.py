@@ -33,7 +33,7 @@ FLOWS = {
         name: PrecisionConfig.model_validate(name)
         for name in ("fp32", "bf16", "fp8-linear", "fp8", "int8-linear", "int8")
     },
-    "int8 backward": PrecisionConfig(preset="int8", dgrad="int8", wgrad="int8"),
+    "int8 before": PrecisionConfig(preset="int8", dgrad="fp8", wgrad="bf16"),
     "mixed": MIXED,
 }
 Gradients = dict[str, torch.Tensor]

@@ -96,7 +96,7 @@ def test_the_bytes_are_those_that_the_policy_samples_with(scales: str) -> None:
 
 
 def test_what_is_fused_with_a_part_that_is_not_whole_is_bf16_without_a_loss() -> None:
-    policy = spread_policy(NARROW_KEYS, PrecisionConfig())
+    policy = spread_policy(NARROW_KEYS, PrecisionConfig(preset="fp8"))
     contents = contents_of(policy)
     assert contents.quantization is not None
     for layer in range(2):
@@ -111,7 +111,7 @@ def test_what_is_fused_with_a_part_that_is_not_whole_is_bf16_without_a_loss() ->
 
 def test_a_tied_head_is_skipped_by_name_and_has_no_tensor() -> None:
     contents = contents_of(
-        random_policy(replace(WHOLE, tied_embeddings=True), PrecisionConfig(), 0)
+        random_policy(replace(WHOLE, tied_embeddings=True), PrecisionConfig(preset="fp8"), 0)
     )
     assert contents.quantization is not None
     assert "lm_head" in contents.quantization["modules_to_not_convert"]
@@ -146,7 +146,7 @@ def test_transformers_loads_it_and_computes_what_we_do(
     """
     experts = Experts(3, 2, 256, True) if family in ("qwen3_moe", "mixtral") else None
     config = replace(config, family=family, experts=experts)
-    policy = spread_policy(config, PrecisionConfig())
+    policy = spread_policy(config, PrecisionConfig(preset="fp8"))
     write_folder(tmp_path, config, contents_of(policy), limit=200_000)
     assert not (tmp_path / WEIGHTS_FILE).exists(), "there are shards"
     model = AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True)
@@ -170,7 +170,7 @@ def test_transformers_loads_it_and_computes_what_we_do(
 
 def test_a_router_is_skipped_and_each_expert_has_scales_of_its_own() -> None:
     config = replace(WHOLE, family="qwen3_moe", experts=Experts(3, 2, 256, True))
-    policy = spread_policy(config, PrecisionConfig())
+    policy = spread_policy(config, PrecisionConfig(preset="fp8"))
     contents = contents_of(policy)
     assert contents.quantization is not None
     skipped = contents.quantization["modules_to_not_convert"]

@@ -143,7 +143,7 @@ CONFIG = ModelConfig("qwen2", 64, 256, 384, 3, 4, 2, 64, 128, 1e-6, 1e4, False)
 @pytest.fixture
 def policy() -> Policy:
     """The O projection of layer 1 has a block with an outlier, which flushes its other numbers."""
-    made = random_policy(CONFIG, PrecisionConfig(), seed=0)
+    made = random_policy(CONFIG, PrecisionConfig(preset="fp8"), seed=0)
     with torch.no_grad():
         made.masters["layers.1.o_proj.weight"][3, 5] = 1e4
     return made
@@ -156,7 +156,7 @@ def folder(policy: Policy, tmp_path: Path) -> Path:
 
 
 def test_the_layer_with_an_outlier_stands_out(folder: Path) -> None:
-    found = inspect_folder(folder, PrecisionConfig())
+    found = inspect_folder(folder, PrecisionConfig(preset="fp8"))
     assert found.parameters == sum(found.numbers for found in found.formats)
     assert [one.format for one in found.formats] == ["BF16"]
     layers = found.by_layer()
@@ -205,7 +205,7 @@ def test_int8_has_less_error_and_a_row_with_a_high_crest_is_named(
 
 def test_matrices_are_reported_as_they_are_done(folder: Path) -> None:
     done: list[tuple[int, int]] = []
-    inspect_folder(folder, PrecisionConfig(), on_matrix=lambda *each: done.append(each))
+    inspect_folder(folder, PrecisionConfig(preset="fp8"), on_matrix=lambda *each: done.append(each))
     assert done == [(number, 21) for number in range(1, 22)]
 
 
@@ -219,7 +219,7 @@ def test_the_flow_decides_what_is_measured(folder: Path) -> None:
 
 
 def test_presets_say_what_they_quantise(folder: Path) -> None:
-    found = inspect_folder(folder, PrecisionConfig())
+    found = inspect_folder(folder, PrecisionConfig(preset="fp8"))
     by_name = {one.preset: one for one in found.presets}
     linears = 3 * 256 * (4 * 64 + 2 * 2 * 64 + 256 + 3 * 384)
     for name, (rollout, training, cache, exact) in {
@@ -240,7 +240,7 @@ def test_presets_say_what_they_quantise(folder: Path) -> None:
 
 @pytest.mark.parametrize("gpu", [None, "h200"])
 def test_the_text_fits_a_terminal(folder: Path, gpu: str | None) -> None:
-    found = inspect_folder(folder, PrecisionConfig(), gpu)
+    found = inspect_folder(folder, PrecisionConfig(preset="fp8"), gpu)
     text = describe_inspection(replace(found, folder=Path("model")))
     assert max(map(len, text)) <= WIDTH
     page = "\n".join(text)
@@ -252,7 +252,7 @@ def test_the_text_fits_a_terminal(folder: Path, gpu: str | None) -> None:
 
 def test_what_does_not_fit_a_gpu_is_said_and_the_rest_shown() -> None:
     def figures_of(config: ModelConfig, gpu: str) -> GpuFigures:
-        flow = build_flow(PrecisionConfig(), build_decoder(config).shape)
+        flow = build_flow(PrecisionConfig(preset="fp8"), build_decoder(config).shape)
         return gpu_figures(config, flow, support("cuda").sizes, gpu, 4096)
 
     small = replace(model_shape("qwen3-0.6b"), num_layers=4)
@@ -274,7 +274,13 @@ def test_a_plan_reads_no_weights_and_follows_the_settings(
 
     def plan(gpus: int = 1, settings: InspectConfig = settings) -> GpuFigures:
         found = inspect_folder(
-            folder, PrecisionConfig(), "h200", 8192, settings=settings, gpus=gpus, weights=False
+            folder,
+            PrecisionConfig(preset="fp8"),
+            "h200",
+            8192,
+            settings=settings,
+            gpus=gpus,
+            weights=False,
         )
         assert not found.matrices and not found.formats
         assert found.gpu is not None

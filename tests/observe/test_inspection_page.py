@@ -19,12 +19,12 @@ CONFIG = ModelConfig("qwen3", 64, 128, 128, 3, 2, 2, 64, 128, 1e-6, 1e4, False)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_policy(random_policy(CONFIG, PrecisionConfig(), seed=0), tmp_path / "model")
+    save_policy(random_policy(CONFIG, PrecisionConfig(preset="fp8"), seed=0), tmp_path / "model")
     return tmp_path / "model"
 
 
 def test_it_says_what_the_tables_say(folder: Path, tmp_path: Path) -> None:
-    found = inspect_folder(folder, PrecisionConfig(), gpu="h200")
+    found = inspect_folder(folder, PrecisionConfig(preset="fp8"), gpu="h200")
     page = Page(write_inspection(found, tmp_path / "page.html"))
     assert_self_contained(page)
     for words in (
@@ -37,10 +37,10 @@ def test_it_says_what_the_tables_say(folder: Path, tmp_path: Path) -> None:
 
 
 def test_stored_bytes_have_scales_alone(folder: Path, tmp_path: Path) -> None:
-    policy = random_policy(CONFIG, PrecisionConfig(), seed=0)
+    policy = random_policy(CONFIG, PrecisionConfig(preset="fp8"), seed=0)
     contents = fp8_contents(CONFIG, policy.flow, PolicyTensors(policy))
     write_folder(tmp_path / "fp8", CONFIG, contents)
-    found = inspect_folder(tmp_path / "fp8", PrecisionConfig())
+    found = inspect_folder(tmp_path / "fp8", PrecisionConfig(preset="fp8"))
     page = Page(write_inspection(found, tmp_path / "page.html"))
     assert_self_contained(page)
     assert "stored in FP8" in page.text and "F32 scales" in page.text
@@ -48,7 +48,9 @@ def test_stored_bytes_have_scales_alone(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_name_is_no_markup_and_no_other_file_is_overwritten(folder: Path, tmp_path: Path) -> None:
-    found = replace(inspect_folder(folder, PrecisionConfig()), folder=Path("<b>evil\u202e</b>"))
+    found = replace(
+        inspect_folder(folder, PrecisionConfig(preset="fp8")), folder=Path("<b>evil\u202e</b>")
+    )
     path = write_inspection(found, tmp_path / "page.html")
     page = Page(path)
     assert_self_contained(page)

@@ -119,7 +119,7 @@ def test_names_cannot_break_a_table_or_be_markup(run: Path) -> None:
 
 
 def test_fp8_and_what_is_not_whole_are_explained() -> None:
-    flow = build_flow(PrecisionConfig(), build_decoder(CONFIG).shape)
+    flow = build_flow(PrecisionConfig(preset="fp8"), build_decoder(CONFIG).shape)
     card = model_card(replace(FACTS, in_8_bits="fp8", flow=flow, not_whole=("a", "b")))
     assert "weight_scale_inv" in card and "2 matrices have sizes" in card
     assert "fp8: one function in rollout and training" in card

@@ -188,7 +188,7 @@ def test_a_host_that_is_missing_or_of_another_port_is_refused(served: Served) ->
 def test_runs_are_listed_and_a_damaged_one_with_what_it_has(served: Served) -> None:
     found = {run["name"]: run for run in served.api("runs")["runs"]}
     assert list(found) == ["real", "other"]
-    assert found["real"]["state"] == "finished, 2 of 2 steps" and found["real"]["preset"] == "fp8"
+    assert found["real"]["state"] == "finished, 2 of 2 steps" and found["real"]["preset"] == "int8"
     assert [one["label"] for one in found["real"]["evaluations"]] == ["held_out mean reward"]
     assert not found["other"]["readable"] and found["other"]["value"]
     assert "run.json is damaged" in served.api("run", run="other")["html"]

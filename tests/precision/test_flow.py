@@ -93,8 +93,11 @@ def test_backward_formats() -> None:
 
     assert formats() == ("e4m3", "e4m3", "e4m3", "power_of_two")
     assert formats(wgrad="bf16", scales="fp32") == ("e4m3", "e4m3", "bf16", "fp32")
-    assert formats("int8")[:3] == ("int8", "e4m3", "bf16")
-    assert formats("int8", dgrad="int8", wgrad="int8")[:3] == ("int8", "int8", "int8")
+    for preset in ("int8", "int8-linear"):
+        assert formats(preset)[:3] == ("int8", "int8", "int8")
+    assert formats("int8", dgrad="fp8", wgrad="bf16")[:3] == ("int8", "e4m3", "bf16")
+    assert formats("int8-rollout")[:3] == ("bf16", "bf16", "bf16")
+    assert formats("int8", modules_bf16=("qkv_proj",))[:3] == ("bf16", "bf16", "bf16")
     for key in ("dgrad", "wgrad"):
         with pytest.raises(ConfigError, match="in the preset 'fp8' no linear is in INT8"):
             formats("fp8", **{key: "int8"})
@@ -187,7 +190,7 @@ class Scanned(tuple[Site, ...]):
 
 def test_a_site_is_found_without_going_through_all_of_them() -> None:
     """Every linear of every layer asks for its site at every publication."""
-    graph = build_flow(PrecisionConfig(), make_shape(layers=40)).rollout
+    graph = build_flow(PrecisionConfig(preset="fp8"), make_shape(layers=40)).rollout
     sites = Scanned(graph.sites)
     watched = Graph(sites, graph.activations)
     before = sites.scans

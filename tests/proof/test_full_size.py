@@ -76,5 +76,8 @@ def test_outliers_and_biases_of_k_are_planted() -> None:
 def test_no_room_for_prompts_is_refused() -> None:
     with pytest.raises(ConfigError, match="leave no room for prompts"):
         verify_shape(
-            "qwen3", PrecisionConfig(), "cpu", FullSizeOptions(max_new_tokens=600, longest=500)
+            "qwen3",
+            PrecisionConfig(preset="fp8"),
+            "cpu",
+            FullSizeOptions(max_new_tokens=600, longest=500),
         )

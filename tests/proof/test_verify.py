@@ -168,7 +168,7 @@ def test_a_context_too_small_is_refused_with_the_numbers(tiny_folder: Path) -> N
     with pytest.raises(
         ConfigError, match="max_new_tokens is 256, but the model's context holds 256"
     ):
-        verify(tiny_folder, PrecisionConfig(), VerifyOptions(max_new_tokens=256))
+        verify(tiny_folder, PrecisionConfig(preset="fp8"), VerifyOptions(max_new_tokens=256))
 
 
 def test_weights_that_overflow_could_not_be_compared(config: ModelConfig) -> None:

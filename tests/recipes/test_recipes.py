@@ -223,7 +223,7 @@ def test_the_quickstart_measures_what_it_promises() -> None:
     assert run.data_figures()["dropped_prompts"] == 0, (
         "held-out problems are disjoint from those trained on"
     )
-    assert config.precision.preset == "fp8"
+    assert config.precision.preset == "int8"
 
 
 def test_fine_tuning_on_worked_examples_lowers_the_loss(tmp_path: Path) -> None:

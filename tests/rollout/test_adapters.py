@@ -258,7 +258,7 @@ def test_what_cannot_be_served_is_refused_by_name(
     engine = NativeEngine(model.policy, RolloutConfig.model_validate(ROOMY), None, 0)
     with pytest.raises(RequestError, match="adapter 'other'; the policy has 'first', 'second', "):
         engine.submit(asked("other"))
-    precision = PrecisionConfig()
+    precision = PrecisionConfig(preset="fp8")
     with pytest.raises(ModelError, match=r"has no adapter_config\.json"):
         load_adapters(model, precision, {"x": base})
     of_another = load_model("starter", "fp8", trainable=False)

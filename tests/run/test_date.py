@@ -19,7 +19,7 @@ from isobit.config.reward import RewardConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.run import resolved
 from isobit.run.loop import train
-from isobit.run.resolved import dated, resolve
+from isobit.run.resolved import as_begun, resolve
 from isobit.run.rl_run import read_rl
 from isobit.util.errors import ConfigError, ModelError
 from tests.commands.test_replay import REWARD, settings
@@ -90,7 +90,7 @@ def test_a_new_run_has_todays_date_or_the_one_that_is_set(
 ) -> None:
     clock.time = NEXT
     config = recipe(model, tmp_path / "out", 1)
-    assert dated(resolve(config), resume=True).config.data.date == NEXT
+    assert as_begun(resolve(config), resume=True).config.data.date == NEXT
     again = recipe(model, tmp_path / "out", 1, data={"date": "2024-07-26"})
     plan = plan_training(again, read_rl)
     assert "2024-07-26" in "\n".join(plan.plan.learning)
@@ -101,11 +101,10 @@ def test_a_template_without_a_clock_leaves_no_date(
     tiny_folder: Path, model: Path, tmp_path: Path
 ) -> None:
     config = recipe(model, tmp_path / "out", 1)
-    assert dated(resolve(config.model_copy(update={"model": str(tiny_folder)})), False).config == (
-        config.model_copy(update={"model": str(tiny_folder)})
-    )
+    other = config.model_copy(update={"model": str(tiny_folder)})
+    assert as_begun(resolve(other), False).config == other
     off = recipe(model, tmp_path / "out", 1, data={"chat": False})
-    assert dated(resolve(off), False).config == off
+    assert as_begun(resolve(off), False).config == off
 
 
 def test_outside_of_a_run_the_date_is_todays_and_said(

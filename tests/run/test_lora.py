@@ -216,7 +216,7 @@ def test_fine_tuning_and_going_on_from_its_adapters(
 @pytest.mark.parametrize(
     ("sections", "reason"),
     [
-        ({"precision": {"wgrad": "bf16"}}, "precision.wgrad is 'bf16'"),
+        ({"precision": {"preset": "fp8", "wgrad": "fp8"}}, "precision.wgrad is 'fp8'"),
         ({"reference": {"refresh_every": 5}}, "the reference is the base"),
         ({"reference": {"offload": True}}, "the reference is the policy's own base"),
         ({"rollout": {"engine": "vllm"}}, "adapters are published to the native engine"),

@@ -103,7 +103,7 @@ def run(
         patch.setattr(episodes, "read_turn", acting.reading(acting.parse))
         if request.param == "http":
             server = stack.enter_context(served(config=read_config(tiny_folder)))
-            sections = {"rollout": {"engine": "http", "servers": [server]}}
+            sections = {"precision": "fp8", "rollout": {"engine": "http", "servers": [server]}}
         train(recipe(tiny_folder, output, **sections), silent())
         yield output
 

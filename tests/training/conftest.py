@@ -25,7 +25,8 @@ TINY = tiny_model(
 )
 Keys = Mapping[str, str]
 """The table ``precision``."""
-INT8_BACKWARD: Keys = {"preset": "int8", "dgrad": "int8", "wgrad": "int8"}
+INT8_BEFORE: Keys = {"preset": "int8", "dgrad": "fp8", "wgrad": "bf16"}
+"""The backward that ``int8`` had in earlier versions."""
 
 
 @pytest.fixture(autouse=True)

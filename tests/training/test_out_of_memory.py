@@ -20,7 +20,7 @@ from isobit.training.optimiser import AdamW
 from isobit.training.step import train_on_groups
 from isobit.training.trainer import Trainer
 from isobit.util.errors import OutOfMemoryError
-from tests.training.conftest import INT8_BACKWARD
+from tests.training.conftest import INT8_BEFORE
 
 GRPO = build_algorithm(GrpoConfig())
 MakeTrainer = Callable[..., Trainer]
@@ -91,7 +91,7 @@ def equal(first: Trainer, second: Trainer) -> bool:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
-@pytest.mark.parametrize("preset", ["fp8", "fp8-rollout", "int8", INT8_BACKWARD])
+@pytest.mark.parametrize("preset", ["fp8", "fp8-rollout", "int8", INT8_BEFORE])
 def test_the_result_is_that_of_the_smaller_budget(
     preset: Any, fails_in: str, make_trainer: MakeTrainer, make_groups: MakeGroups
 ) -> None:
@@ -119,7 +119,7 @@ def test_the_result_is_that_of_the_smaller_budget(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("preset", ["fp8", "fp8-rollout", "int8", INT8_BACKWARD])
+@pytest.mark.parametrize("preset", ["fp8", "fp8-rollout", "int8", INT8_BEFORE])
 def test_updates_before_it_keep_their_cut_and_a_recorded_change_is_made_again(
     preset: Any, make_trainer: MakeTrainer, make_groups: MakeGroups
 ) -> None:

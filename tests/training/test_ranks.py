@@ -29,7 +29,7 @@ from isobit.records.sequence import TokenSequence
 from isobit.training.advantage_estimator import score_sequences
 from isobit.training.rounds import Rounds
 from isobit.training.trainer import Trainer
-from tests.training.conftest import INT8_BACKWARD
+from tests.training.conftest import INT8_BEFORE
 from tests.worlds import in_world
 
 SHAPE: dict[str, Any] = {
@@ -66,8 +66,8 @@ CASES = [
     {"model": "adapters", "preset": "int8", "moments": "fp32"},
     {"model": "mixture", "preset": "fp8", "moments": "fp32", "samples": 3},
     {"model": "untied with biases", "preset": "int8", "moments": "bf16", "samples": 5},
-    {"model": "tied", "preset": INT8_BACKWARD, "moments": "fp8"},
-    {"model": "mixture", "preset": INT8_BACKWARD, "moments": "fp32"},
+    {"model": "tied", "preset": INT8_BEFORE, "moments": "fp8"},
+    {"model": "mixture", "preset": INT8_BEFORE, "moments": "fp32"},
 ]
 STEPS = 3
 

@@ -19,7 +19,7 @@ from isobit.records.text import Group
 from isobit.training.supervised import SupervisedObjective
 from isobit.training.trainer import Trainer
 from isobit.util.errors import NonFiniteError
-from tests.training.conftest import INT8_BACKWARD
+from tests.training.conftest import INT8_BEFORE
 
 GRPO = build_algorithm(GrpoConfig())
 MakeTrainer = Callable[..., Trainer]
@@ -96,7 +96,7 @@ def test_gradients_do_not_depend_on_the_cut(
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("preset", ["fp8", "fp32", "bf16", "int8", "int8-linear", INT8_BACKWARD])
+@pytest.mark.parametrize("preset", ["fp8", "fp32", "bf16", "int8", "int8-linear", INT8_BEFORE])
 def test_training_twice_gives_the_same_bits(
     preset: Any, make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot
 ) -> None:
@@ -113,7 +113,7 @@ def test_another_cut_rounds_otherwise_where_wgrad_is_in_int8(
     make_trainer: MakeTrainer, make_groups: MakeGroups, gradients_of: GradientsOf
 ) -> None:
     """By no more than the rounding itself: a scale covers the tokens of one micro-batch."""
-    trainer = make_trainer(INT8_BACKWARD)
+    trainer = make_trainer("int8")
     groups = make_groups(trainer)
     found = [gradients_of(trainer, batches_of(groups, budget), GRPO) for budget in (64, 64, 128)]
     matrices = [name for name in found[0] if name.endswith("_proj.weight")]
@@ -223,7 +223,7 @@ def test_the_first_forward_is_compared_with_what_was_recorded(
     ("factor", "reason"),
     [(math.inf, "the loss is inf"), (math.nan, "the loss is nan"), (3e38, "the gradient ")],
 )
-@pytest.mark.parametrize("preset", ["fp32", INT8_BACKWARD])
+@pytest.mark.parametrize("preset", ["fp32", "int8"])
 def test_a_step_that_is_not_finite_changes_nothing(
     preset: Any,
     factor: float,

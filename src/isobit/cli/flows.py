@@ -47,8 +47,8 @@ _COMMAND = Command(
         PROBLEMS,
         option(
             "--flows FLOW",
-            "those beside bf16: presets, or a recipe's tables; by default fp8-linear, fp8, int8, "
-            "and fp8 with attention in INT8",
+            "those beside bf16: presets, or a recipe's tables; by default int8, fp8, fp8 with "
+            "attention in INT8, and fp8-linear",
             precision_value,
             nargs="+",
         ),

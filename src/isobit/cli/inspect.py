@@ -23,7 +23,7 @@ from isobit.util.strict_json import json_text
 
 _COMMAND = Command(
     "inspect",
-    "Look at a model folder: its tensors and formats, the error of its weights in FP8 by layer, "
+    "Look at a model folder: its tensors and formats, the error of its weights in 8 bits by layer, "
     "what each preset\nquantises, and the memory that it takes.  A folder in FP8 is shown as it is "
     "stored.",
     [

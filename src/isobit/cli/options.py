@@ -192,7 +192,7 @@ FOLDER = option(
 )
 PRECISION = option(
     "--precision NAME",
-    "fp32, bf16, fp8-rollout, fp8-linear, fp8 (default), int8-rollout, int8-linear or int8; or a "
+    "int8 (default), int8-linear, int8-rollout, fp8, fp8-linear, fp8-rollout, bf16 or fp32; or a "
     'recipe\'s table, such as \'{preset = "fp8", scales = "fp32"}\'',
     precision_value,
     key="precision",

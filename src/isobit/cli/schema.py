@@ -36,7 +36,7 @@ _HEAD = """# Configuration
 
 A recipe is a TOML file. `isobit train RECIPE.toml --training.steps 5` overrides any key of it;
 `--print-config` prints what comes out, and `--dry-run` what the run would use and take. An unknown
-key is an error that suggests the right one. `precision = "fp8"` is short for the table with that
+key is an error that suggests the right one. `precision = "int8"` is short for the table with that
 preset, and `algorithm = "dapo"` for the one with that name ([algorithms](algorithms.md)). Where not
 all kinds of a table have a key or a default, those are named. Relative paths are relative to the
 directory in which the command runs. NAME is yours to choose.

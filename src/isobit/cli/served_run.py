@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobit.cli.options import Command
 from isobit.config.commands import ServeConfig
+from isobit.config.recipes import recorded_recipe
 from isobit.store.directory import RunDirectory, is_run
 from isobit.util.errors import ConfigError, IsobitError
 from isobit.util.plain_files import read_plain
@@ -33,7 +34,7 @@ def served_settings(
     root = Path(options.folder)
     options.model = options.folder
     if is_run(root):
-        record = recorded_recipe(root)
+        record = began_with(root)
         tables["precision"] = record["precision"]
         if getattr(options, "follow", False):
             options.model = record["model"]
@@ -47,11 +48,11 @@ def served_settings(
     return command.settings(ServeConfig, options, overrides, **tables)
 
 
-def recorded_recipe(root: Path) -> dict[str, Any]:
+def began_with(root: Path) -> dict[str, Any]:
     path = RunDirectory(root).manifest
     try:
-        return json.loads(read_plain(path))["config"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return recorded_recipe(json.loads(read_plain(path))["config"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} does not say what the run began with: {error}") from error
 
 
@@ -62,7 +63,7 @@ class FollowedRun:
         """Raises ConfigError for a path that is no run, and a run that began with no model."""
         if not is_run(root):
             raise ConfigError(f"--follow is for a run's directory, and {root} is none")
-        if recorded_recipe(root).get("from_scratch") is not None:
+        if began_with(root).get("from_scratch") is not None:
             raise ConfigError("--follow is for a run that began with a model; this one had none")
         self._checkpoints = RunDirectory(root).checkpoints
         self._step = 0

@@ -29,7 +29,7 @@ from isobit.cli.start import starting
 from isobit.config.base import Strict
 from isobit.config.keys import all_keys
 from isobit.config.load import build_with, dump_config, load_recipe
-from isobit.config.recipes import Recipe
+from isobit.config.recipes import Recipe, recorded_recipe
 from isobit.parallel.black_box import end_with_launcher
 from isobit.parallel.launched import SAVES, is_launched
 from isobit.util.errors import ConfigError
@@ -206,8 +206,8 @@ def _config_of_run(
 ) -> AnyRecipe:
     path = directory / "run.json"
     try:
-        saved = json.loads(read_plain(path))["config"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        saved = recorded_recipe(json.loads(read_plain(path))["config"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} cannot be read ({error}); name the recipe of the run instead: isobit "
             f"{command.name} RECIPE.toml --resume"

@@ -34,7 +34,7 @@ from isobit.rewards.grading import Graders
 from isobit.rollout.requests import EngineLimits, check_limits
 from isobit.run.data import SftData
 from isobit.run.plan import AnyPlan, check_requests, plan_device_memory
-from isobit.run.resolved import dated, resolve, settled
+from isobit.run.resolved import as_begun, resolve, settled
 from isobit.store.checkpoint import folders_by_step
 from isobit.store.directory import RunDirectory, check_unused
 from isobit.store.disk_plan import DiskPlan, plan_disk
@@ -128,7 +128,7 @@ def plan_training(
     if not resume and card is None:
         check_unused(config.output)
     notes: list[str] = []
-    recipe = settled(dated(resolve(config, weights=resume), resume), read, notes.append)
+    recipe = settled(as_begun(resolve(config, weights=resume), resume), read, notes.append)
     config, plan = recipe.config, read(recipe)
     plan = replace(plan, learning=(*notes, *plan.learning))
     rewards = describe_rewards(config.reward)

@@ -23,7 +23,7 @@ import torch
 
 from isobit.config.load import build
 from isobit.config.precision import PrecisionConfig
-from isobit.config.recipes import Recipe, RunConfig, SftConfig
+from isobit.config.recipes import Recipe, RunConfig, SftConfig, recorded_recipe
 from isobit.models.adapter_folder import CONFIG_FILE, write_adapters
 from isobit.models.adapters import folded_columns, open_adapters, peft_tensors, without_adapters
 from isobit.models.checkpoint import FolderCheckpoint
@@ -249,7 +249,7 @@ def _of_checkpoint(
 
 
 def _recipe(checkpoint: Checkpoint) -> Recipe:
-    values = checkpoint.manifest["config"]
+    values = recorded_recipe(checkpoint.manifest["config"])
     kind = RunConfig if "algorithm" in values else SftConfig
     return build(kind, values, str(checkpoint.folder))
 
@@ -418,9 +418,14 @@ def check_target(source: ExportSource, target: Path, overwrite: bool) -> None:
 def _flow(
     source: ExportSource, format: ExportFormat, precision: PrecisionConfig | None
 ) -> PrecisionFlow | None:
-    """None for BF16, and where the bytes are there already."""
+    """None for BF16, and where the bytes are there already; options without a preset are those of
+    the format's.
+    """
     if format == "bf16":
         return None
+    if precision is not None and "preset" not in precision.model_fields_set:
+        options = precision.model_dump(exclude_unset=True)
+        precision = PrecisionConfig.model_validate({**options, "preset": format})
     chosen = precision or source.precision
     if chosen is None and format == "fp8" and source.tensors.in_e4m3:
         return None

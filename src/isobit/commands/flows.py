@@ -23,7 +23,7 @@ import torch
 
 from isobit.commands.evaluate import read_sets
 from isobit.config.load import build
-from isobit.config.precision import PrecisionConfig, named_precision
+from isobit.config.precision import DEFAULT_PRESET, PrecisionConfig, named_precision
 from isobit.config.recipes import RunConfig
 from isobit.config.rules import check_has_sets, check_reward, check_samples
 from isobit.data.encoding import token_ids
@@ -88,10 +88,10 @@ def read_flow(flow: Any) -> PrecisionConfig:
 DEFAULT_FLOWS = tuple(
     PrecisionConfig.model_validate(table)
     for table in (
-        {"preset": "fp8-linear"},
+        {"preset": "int8"},
         {"preset": "fp8"},
         {"preset": "fp8", "attention": "int8"},
-        {"preset": "int8"},
+        {"preset": "fp8-linear"},
     )
 )
 """What is compared with ``bf16`` where nothing is chosen."""
@@ -260,13 +260,16 @@ def compare_flows(
     that all flows score behind each prompt, in place of what ``bf16`` answers.  With a ``card``
     memory and speed are also those of a GPU; without data nothing else is found.  Writes nothing.
 
+    ``int8``, where it is among them, comes first.
+
     Raises ConfigError for a flow that does not fit the model, and what loading, generating and
     grading raise.
     """
     check_ranks(config.cluster.rollout_tp, ALONE)
     described = describe_model(model)
     shape = described.config
-    others = list(map(read_flow, flows)) or DEFAULT_FLOWS
+    others = sorted(map(read_flow, flows), key=lambda one: one.name != DEFAULT_PRESET)
+    others = others or DEFAULT_FLOWS
     wanted = [PrecisionConfig(preset="bf16"), *others]
     figures = [_planned(one, described, config, card) for one in dict.fromkeys(wanted)]
     comparison = Comparison(

@@ -28,7 +28,7 @@ from typing import Any
 
 from isobit.commands.diff import OF_AN_EVALUATION, FileDifference, RunComparison, compare, read_run
 from isobit.config.load import build, build_with
-from isobit.config.recipes import RunConfig
+from isobit.config.recipes import RunConfig, recorded_recipe
 from isobit.config.tables import CheckConfig, CheckpointConfig, TrackingConfig
 from isobit.observe.console import silent
 from isobit.parallel.world import ALONE, World, broadcast
@@ -178,7 +178,7 @@ def _config(
             "digests; replay is for runs of `isobit train`"
         )
     path = str(directory.manifest)
-    values = {**manifest["config"], "output": str(directory.root), "cluster": {}}
+    values = {**recorded_recipe(manifest["config"]), "output": str(directory.root), "cluster": {}}
     before = build(RunConfig, values, path)
     config = build_with(RunConfig, values, overrides, path)
     saved, now = before.model_dump(mode="json"), config.model_dump(mode="json")

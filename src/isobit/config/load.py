@@ -23,6 +23,7 @@ from isobit.config.algorithm import algorithm_table
 from isobit.config.base import Strict
 from isobit.config.foreign import foreign_answer
 from isobit.config.keys import all_keys
+from isobit.config.precision import chosen_options
 from isobit.config.recipes import RunConfig
 from isobit.config.refusals import config_error, listed_error, refused_lines
 from isobit.config.shipped import how_to_get
@@ -256,6 +257,9 @@ def apply_overrides(values: Mapping[str, Any], overrides: Iterable[Override]) ->
 
 def _set(table: dict[str, Any], parts: tuple[str, ...], value: Any) -> None:
     if len(parts) == 1 and parts[0] in _NAMED and isinstance(value, str):
+        given = table.get(parts[0])
+        if parts[0] == "precision" and isinstance(given, dict) and "preset" in given:
+            table["precision"] = chosen_options(given)
         for key, choice in _NAMED[parts[0]](value).items():
             _set(table, (*parts, key), choice)
         return

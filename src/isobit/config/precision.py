@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from isobit.config.base import Strict
 from isobit.config.model_shape import MAX_LAYERS
@@ -14,17 +14,26 @@ Preset = Literal[
     "fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8", "int8-rollout", "int8-linear", "int8"
 ]
 KvCalibration = Literal["trainer", "engine", "never"]
+DEFAULT_PRESET: Preset = "int8"
+_NOTICE = (
+    'the recipe names no precision, which is "int8" by default since Isobit 0.1.0; it was "fp8" '
+    'before, which precision = "fp8" keeps'
+)
+_INT8_BACKWARD = ("int8", "int8-linear")
+"""Presets whose DGrad and WGrad are in INT8 where nothing else is said."""
+_BEFORE = {"dgrad": "fp8", "wgrad": "bf16"}
+"""What earlier versions took there, whose records have no value for it."""
 
 
 class PrecisionConfig(Strict):
-    """The precision flow of both sides: a preset and changes to it. ``precision = "fp8"`` names a
+    """The precision flow of both sides: a preset and changes to it. ``precision = "int8"`` names a
     preset alone.
     """
 
-    preset: Preset = "fp8"
-    """fp8: linears, KV cache and attention in FP8 on both sides; fp8-linear: linears only;
-    fp8-rollout: FP8 rollout only; int8, int8-linear and int8-rollout: likewise in INT8 behind a
-    Hadamard matrix; bf16; fp32.
+    preset: Preset = DEFAULT_PRESET
+    """int8: linears, KV cache and attention in INT8 behind a Hadamard matrix, on both sides;
+    int8-linear: linears only; int8-rollout: INT8 rollout only; fp8, fp8-linear and fp8-rollout:
+    likewise in FP8; bf16; fp32.
     """
     first_layers_bf16: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """How many of the first decoder layers stay in BF16, with their KV cache and attention."""
@@ -37,11 +46,9 @@ class PrecisionConfig(Strict):
     the preset's.
     """
     dgrad: Literal["fp8", "int8"] | None = None
-    """Format of the operands of DGrad, where linears are in INT8; by default FP8."""
+    """Format of the operands of DGrad, where linears are in INT8; by default INT8."""
     wgrad: Literal["fp8", "int8", "bf16"] | None = None
-    """Format of the operands of WGrad, where linears are in FP8 or INT8; by default FP8 in FP8
-    flows and BF16 in INT8 flows.
-    """
+    """Format of the operands of WGrad, where linears are in FP8 or INT8; by default theirs."""
     head: Literal["bf16", "int8"] | None = None
     """Format in which lm_head makes the logits, in all flows but fp32; by default BF16."""
     scales: Literal["power_of_two", "fp32"] = "power_of_two"
@@ -62,6 +69,18 @@ class PrecisionConfig(Strict):
     def _from_name(cls, value: Any) -> Any:
         return {"preset": value} if isinstance(value, str) else value
 
+    @field_validator("dgrad", "wgrad")
+    @classmethod
+    def _by_preset(cls, value: str | None, info: ValidationInfo) -> str | None:
+        """A record of the flow has the value that counts, so that a later default changes none."""
+        is_open = value is None and info.data.get("preset") in _INT8_BACKWARD
+        return "int8" if is_open else value
+
+    @property
+    def notes(self) -> list[str]:
+        """What a run is told at its start that names no preset."""
+        return [] if "preset" in self.model_fields_set else [_NOTICE]
+
     @property
     def name(self) -> str:
         return precision_name(self.model_dump(mode="json"))
@@ -71,12 +90,32 @@ def precision_name(table: Mapping[str, Any]) -> str:
     """How a recipe or ``--precision`` names a flow whose table this is, without what is as by
     default: ``fp8``, or ``{preset = "fp8", attention = "int8"}``.
     """
-    defaults = PrecisionConfig().model_dump(mode="json")
-    options = {key: value for key, value in table.items() if value != defaults.get(key)}
-    if not options.keys() - {"preset"}:
+    chosen = chosen_options(table)
+    if not chosen.keys() - {"preset"}:
         return str(table["preset"])
-    text = ({"preset": table["preset"]} | options).items()
-    return f"{{{', '.join(f'{key} = {json.dumps(value)}' for key, value in text)}}}"
+    return f"{{{', '.join(f'{key} = {json.dumps(value)}' for key, value in chosen.items())}}}"
+
+
+def chosen_options(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The preset of a flow's table, and what is not as by default for it."""
+    defaults = _defaults(table["preset"])
+    options = {key: value for key, value in table.items() if value != defaults.get(key)}
+    return {"preset": table["preset"]} | options
+
+
+def recorded_precision(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The table of a flow that a run recorded, with a value for every key: the one that counted
+    where an earlier version recorded none.
+    """
+    preset = table["preset"]
+    backward = _BEFORE if preset in _INT8_BACKWARD else {}
+    given = {key: value for key, value in table.items() if value is not None or key not in backward}
+    return {**_defaults(preset), **backward, **given}
+
+
+def _defaults(preset: str) -> dict[str, Any]:
+    backward = dict.fromkeys(_BEFORE, "int8" if preset in _INT8_BACKWARD else None)
+    return {**PrecisionConfig().model_dump(mode="json"), "preset": preset, **backward}
 
 
 def named_precision(precision: PrecisionConfig | str) -> PrecisionConfig:

@@ -12,7 +12,7 @@ from isobit.config.data import DataConfig, SftDataConfig
 from isobit.config.environment import EnvironmentConfig
 from isobit.config.lora import LoraConfig
 from isobit.config.model_shape import ModelShape
-from isobit.config.precision import PrecisionConfig
+from isobit.config.precision import PrecisionConfig, recorded_precision
 from isobit.config.reward import DEFAULT_FUNCTION, RewardConfig
 from isobit.config.rollout import RolloutConfig, RunRolloutConfig
 from isobit.config.tables import (
@@ -144,3 +144,11 @@ class SftConfig(Strict):
 Recipe = RunConfig | SftConfig
 RECIPES: dict[str, type[RunConfig] | type[SftConfig]] = {"train": RunConfig, "sft": SftConfig}
 """The commands that take a recipe, and its model."""
+
+
+def recorded_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe that a run or a checkpoint recorded, with what its precision stood for then."""
+    table = values.get("precision")
+    if not isinstance(table, Mapping) or "preset" not in table:
+        return dict(values)
+    return {**values, "precision": recorded_precision(table)}

@@ -19,6 +19,7 @@ from isobit.config.algorithm_rules import (
 )
 from isobit.config.base import MAX_BATCH
 from isobit.config.data import MixtureExamples
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
 from isobit.config.reward import CODE_SECONDS, JUDGE_SECONDS, RewardConfig, RewardPart
 from isobit.config.rollout import RolloutConfig
@@ -355,9 +356,10 @@ def check_lora(config: Recipe) -> None:
     """Refuse what adapters do not go with, by the key."""
     if config.lora is None:
         return
-    if config.precision.wgrad is not None:
+    precision = config.precision
+    if precision.wgrad not in ("bf16", PrecisionConfig(preset=precision.preset).wgrad):
         raise ConfigError(
-            f"precision.wgrad is {config.precision.wgrad!r}, but with [lora] no matrix of the "
+            f"precision.wgrad is {precision.wgrad!r}, but with [lora] no matrix of the "
             "model has a gradient, and WGrad of adapters is in BF16; leave it out"
         )
     if isinstance(config, SftConfig):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from isobit.config.precision import precision_name
+from isobit.config.recipes import recorded_recipe
 from isobit.observe.completion_files import LineCompletions, TableCompletions
 from isobit.observe.figures import Figures, GrowingFigures
 from isobit.observe.growing_file import GrowingLines
@@ -117,6 +118,8 @@ def _record(
 ) -> RunRecord:
     directory = RunDirectory(root)
     is_link = not follow_links and directory.ending.is_symlink()
+    if isinstance(recipe := manifest.get("config"), dict):
+        manifest = {**manifest, "config": recorded_recipe(recipe)}
     return RunRecord(
         root=root,
         manifest=manifest,

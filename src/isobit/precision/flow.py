@@ -8,9 +8,8 @@ the training forward graph, that is, every site reads and writes the same format
 
 FProp is Y = X W^T, DGrad is dX = dY W, WGrad is dW = dY^T X. In E4M3, X and dY have 1x128 groups
 along the contraction, W has 128x128 blocks, and WGrad's two operands have groups of 128 tokens.
-In INT8, X and W have one scale a row; DGrad is in E4M3, and WGrad in BF16. With ``precision.dgrad``
-and ``precision.wgrad`` both are in INT8, too: DGrad's operands have one scale a row for each matrix
-that is fused, WGrad's one a row over all tokens.
+In INT8, X and W have one scale a row, DGrad's operands one a row for each matrix that is fused, and
+WGrad's one a row over all tokens; ``precision.dgrad`` and ``precision.wgrad`` name other formats.
 """
 
 from collections.abc import Mapping
@@ -339,6 +338,7 @@ def _backward_formats(
     """
     if format == "e4m3":
         return "e4m3", _NAMED[config.wgrad or "fp8"]
+    # neither is named in int8-rollout, whose linears in INT8 have no backward
     dgrad, wgrad = config.dgrad or "fp8", config.wgrad or "bf16"
     if max(linear.rows) > INT8_SUMMANDS:
         dgrad = "fp8"

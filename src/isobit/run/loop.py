@@ -49,7 +49,7 @@ from isobit.rollout.requests import Request
 from isobit.run.log import RlLog, RlSummary
 from isobit.run.open_run import OpenRun, begin_run, start_run
 from isobit.run.pending import GradedBatch
-from isobit.run.resolved import dated, resolve, settled, with_check_of_run
+from isobit.run.resolved import as_begun, resolve, settled, with_check_of_run
 from isobit.run.rl_run import RlRun, extra_bytes, prepare_rl, read_rl
 from isobit.run.rollouters import Rollouters, check_parts
 from isobit.run.run import Surroundings
@@ -264,7 +264,7 @@ def open_run(
         check_parts(config, ALONE)
     console = console or (Console() if world.rank == 0 else silent())
     config = with_check_of_run(config, resume, world, console.line)
-    recipe = settled(dated(resolve(config), resume, world), read_rl, console.line)
+    recipe = settled(as_begun(resolve(config), resume, world), read_rl, console.line)
     extra = extra_bytes(recipe.config, recipe.shape)
 
     def prepare(around: Surroundings) -> RlRun:

@@ -197,6 +197,7 @@ def start_run(
             rewards = graders.describe() if graders is not None else []
         run.check_machines()
         console.lines([*run.describe(), *rewards, *run.describe_crests()])
+        console.notes(config.precision.notes)
         console.notes(secret_notes(config.reward))
         with interruption, disk_errors(config.output, "the files of the run"):
             due = run.evaluates_after(start.step) and not start.has_evaluated

@@ -1,7 +1,8 @@
 """A recipe with what it names, resolved once at a run's start and handed on.
 
     resolve     the model's folder, config and tokenizer, and the folders of reward models
-    dated       the date that chat templates write; of a resumed run the one that it had
+    as_begun    the date that chat templates write, and the flow that the recipe does not name; of
+                a resumed run those that it had
     settled     what model and data decide where the recipe leaves it open
 
 All of it is there before anything compares or records the recipe.
@@ -19,6 +20,8 @@ from typing import Any, Generic, TypeVar
 
 from isobit.config.base import MAX_STEPS
 from isobit.config.data import ChatConfig
+from isobit.config.load import build
+from isobit.config.precision import PrecisionConfig, recorded_precision
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.tables import ON_MISMATCH
 from isobit.data.chat_template import reads_clock
@@ -68,11 +71,14 @@ def resolve(config: AnyRecipe, weights: bool = True) -> ResolvedRecipe[AnyRecipe
     return ResolvedRecipe(config, source.with_lora(config.lora), folders, weights)
 
 
-def dated(
+def as_begun(
     recipe: ResolvedRecipe[AnyRecipe], resume: bool, world: World = ALONE
 ) -> ResolvedRecipe[AnyRecipe]:
-    """The recipe with the date of its run: when that began, where it is resumed."""
-    config, folder = recipe.config, recipe.source.described.folder
+    """The recipe with the date of its run, when that began, and with its flow, where the recipe
+    names none, if it is resumed.
+    """
+    config = with_flow_of_run(recipe.config, world) if resume else recipe.config
+    folder = recipe.source.described.folder
     known = partial(_saved_date, RunDirectory(config.output)) if resume else lambda: None
     folders = recipe.reward_models.values()
     return replace(recipe, config=with_date_of(config, folder, folders, world, known))
@@ -114,6 +120,26 @@ def with_date(
 
 def now() -> datetime:
     return datetime.now().replace(microsecond=0)
+
+
+_FORMERLY_OTHERS = ("preset", "dgrad", "wgrad")
+"""Keys of ``precision`` that had other defaults in earlier versions."""
+
+
+def with_flow_of_run(config: AnyRecipe, world: World = ALONE) -> AnyRecipe:
+    """A recipe that leaves its flow, or the backward of it, as the run in its directory has it,
+    where it names none: earlier versions had other defaults.
+    """
+    saved = broadcast(world, lambda: _saved(RunDirectory(config.output), "precision"))
+    if not isinstance(saved, Mapping) or "preset" not in saved:
+        return config
+    ran, given = recorded_precision(saved), config.precision
+    if "preset" in given.model_fields_set and given.preset != ran["preset"]:
+        return config
+    named = given.model_dump(exclude_unset=True)
+    table = {key: ran[key] for key in _FORMERLY_OTHERS if key not in named} | named
+    precision = build(PrecisionConfig, table, f"the precision of the run in {config.output}")
+    return config.model_copy(update={"precision": precision})
 
 
 def with_check_of_run(

@@ -21,7 +21,7 @@ from isobit.run.interruption import Interruption
 from isobit.run.loop import collect, train
 from isobit.run.open_run import environments_of, open_graders
 from isobit.run.pending import batch_value, compared
-from isobit.run.resolved import ResolvedRecipe, dated, resolve, settled
+from isobit.run.resolved import ResolvedRecipe, as_begun, resolve, settled
 from isobit.run.rl_run import RlRun, prepare_rl, read_rl
 from isobit.run.rollouters import Rollouters, check_parts
 from isobit.run.run import Surroundings
@@ -39,7 +39,7 @@ def train_by_ranks(
         train(config, resume=resume, world=world, allowed=allowed)
         return
     check_parts(config, world)
-    recipe = dated(resolve(config), resume, world)
+    recipe = as_begun(resolve(config), resume, world)
     rollouters = Rollouters(world, config.cluster.rollouters)
     if rollouters.is_rollouter:
         sample_for_trainers(recipe, rollouters)

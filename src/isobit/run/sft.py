@@ -24,7 +24,7 @@ from isobit.run.evaluation import Evaluation, OnProgress
 from isobit.run.frozen_models import describe_teacher
 from isobit.run.open_run import OpenRun, begin_run, start_run
 from isobit.run.plan import Plan
-from isobit.run.resolved import ResolvedRecipe, dated, resolve, settled
+from isobit.run.resolved import ResolvedRecipe, as_begun, resolve, settled
 from isobit.run.reward_models import plan_reward_models
 from isobit.run.run import Run, Surroundings
 from isobit.run.sft_log import HeldOut, SftLog, SftSummary
@@ -220,7 +220,7 @@ def open_run(
 ) -> Iterator[OpenSftRun]:
     """A block with all steps of a run, which begins or is resumed (``isobit.run.open_run``)."""
     console = console or (Console() if world.rank == 0 else silent())
-    recipe = settled(dated(resolve(config), resume, world), read_sft, console.line)
+    recipe = settled(as_begun(resolve(config), resume, world), read_sft, console.line)
 
     def prepare(around: Surroundings) -> SftRun:
         return prepare_sft(recipe, world, around)

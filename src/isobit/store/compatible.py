@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from isobit.config.recipes import Recipe
+from isobit.config.recipes import Recipe, recorded_recipe
 from isobit.store.checkpoint import Checkpoint
 from isobit.store.directory import RunDirectory, no_run
 from isobit.util.errors import CheckpointError, ConfigError
@@ -85,7 +85,7 @@ REPLAYING = Doing(
 
 def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> Changes:
     """The dotted keys whose values differ, with the saved value and the one now."""
-    old, new = flat(saved), flat(config)
+    old, new = flat(recorded_recipe(saved)), flat(recorded_recipe(config))
     keys = sorted(old.keys() | new.keys())
     return {
         key: (old.get(key, _ABSENT), new.get(key, _ABSENT))

@@ -149,7 +149,7 @@ def test_the_start_and_the_report_name_the_backwards_formats(
     config = PrecisionConfig.model_validate({"preset": "int8", "dgrad": dgrad, "wgrad": wgrad})
     flow = build_flow(config, decoder_shape(TINY))
     named = {"fp8": "E4M3", "int8": "INT8", "bf16": "BF16"}
-    of_dx, of_dw = named[dgrad or "fp8"], named[wgrad or "bf16"]
+    of_dx, of_dw = named[dgrad or "int8"], named[wgrad or "int8"]
     lines = [line for line in describe_flow(flow) if "_proj" in line]
     assert lines and all(line.endswith(f"dgrad {of_dx}, wgrad {of_dw}") for line in lines)
     view = view_flow(record(manifest(precision=precision_graph(flow, True))))

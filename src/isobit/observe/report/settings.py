@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from isobit.config.precision import chosen_options
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.observe.report.numbers import cut
 from isobit.util.strict_json import json_text
@@ -43,7 +44,10 @@ def _without_defaults(config: Any) -> dict[str, Any]:
             made = schema.model_validate(config)
         except (ValueError, TypeError, RecursionError):  # ValidationError is a ValueError
             continue
-        return made.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        changed = made.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        chosen = chosen_options(made.precision.model_dump(mode="json"))
+        flow = {key: value for key, value in changed.get("precision", {}).items() if key in chosen}
+        return {**changed, "precision": flow} if flow else changed
     return {}
 
 

@@ -1,0 +1,161 @@
+"""Runs of earlier versions, whose records have no format for the backward of INT8, go on and are
+replayed with the one that they had: DGrad in FP8 and WGrad in BF16.
+"""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.cli.served_run import began_with
+from isobit.cli.train import run_train
+from isobit.commands.diff import diff
+from isobit.commands.export import find_source
+from isobit.commands.replay import replay
+from isobit.config.precision import PrecisionConfig
+from isobit.config.recipes import RunConfig
+from isobit.observe.run_record import read_run
+from isobit.run.loop import train
+from isobit.store.checkpoint import _json_sha256
+from isobit.util.errors import ConfigError
+
+MakeConfig = Callable[..., RunConfig]
+BEFORE = {"preset": "int8", "dgrad": "fp8", "wgrad": "bf16"}
+NAME = '{preset = "int8", dgrad = "fp8", wgrad = "bf16"}'
+SETTINGS: dict[str, Any] = {
+    "threads": 1,
+    "training": {"steps": 3, "schedule": "constant"},
+    "checkpoint": {"every": 1},
+    "evaluation": {"every": 0},
+}
+SHORT: dict[str, Any] = {**SETTINGS, "training": {"steps": 1, "schedule": "constant"}}
+COMPARED = ("digests.jsonl", "model/model.safetensors")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def make_run(make_config: MakeConfig, write_reward: Callable[[str], str]) -> MakeConfig:
+    """Runs whose rewards differ within a group, so that a backward counts."""
+    reward = write_reward("return float(completion.token_ids[0] % 3)")
+    return partial(make_config, reward)
+
+
+def as_recorded_before(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Give a run's manifest and the manifests of its checkpoints the form of an earlier version."""
+    for path in (root / "run.json", *root.glob("checkpoints/*/manifest.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        change(content["config"]["precision"])
+        if "sha256" in content:
+            del content["sha256"]
+            content["sha256"] = _json_sha256(content)
+        path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def without_values(table: dict[str, Any]) -> None:
+    table.update(dgrad=None, wgrad=None)
+
+
+def without_keys(table: dict[str, Any]) -> None:
+    for key in ("dgrad", "wgrad", "head"):  # head came later than wgrad
+        del table[key]
+
+
+@pytest.fixture
+def whole(make_run: MakeConfig, tmp_path: Path) -> Path:
+    train(make_run(output=tmp_path / "whole", precision=BEFORE, **SETTINGS))
+    return tmp_path / "whole"
+
+
+@pytest.mark.parametrize("change", [without_values, without_keys])
+def test_a_run_of_an_earlier_version_goes_on_with_its_backward(
+    change: Callable[[dict[str, Any]], None],
+    make_run: MakeConfig,
+    whole: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cut = make_run(precision=BEFORE, **SHORT)
+    train(cut)
+    as_recorded_before(cut.output, change)
+    assert read_run(cut.output).flow == NAME
+    assert began_with(cut.output)["precision"] == PrecisionConfig.model_validate(BEFORE).model_dump(
+        mode="json"
+    )
+    exported = find_source(cut.output, 1, print).precision
+    assert exported is not None and exported.name == NAME
+    if change is without_keys:
+        run_train([str(cut.output), "--resume", "--training.steps", "3"])
+    else:
+        train(make_run(precision="int8", **SETTINGS), resume=True)
+    for name in COMPARED:
+        assert (cut.output / name).read_bytes() == (whole / name).read_bytes(), name
+    assert read_run(cut.output).flow == NAME
+    assert not diff(cut.output, whole).notes
+    as_recorded_before(cut.output, change)
+    capsys.readouterr()
+    assert replay(cut.output, 2).differences == []
+
+
+def test_what_a_recipe_names_counts_and_what_it_leaves_open_is_the_runs(
+    make_run: MakeConfig,
+) -> None:
+    train(make_run(precision=BEFORE, **SHORT))
+    as_recorded_before(make_run().output, without_values)
+    named = {"preset": "int8", "wgrad": "int8"}
+    with pytest.raises(ConfigError, match=r"1 key differs.*\n.*precision.wgrad: 'bf16' in the run"):
+        train(make_run(precision=named, **SETTINGS), resume=True)
+
+
+def test_a_new_run_records_the_backward_that_it_has(make_run: MakeConfig, whole: Path) -> None:
+    config = make_run(precision="int8", **SHORT)
+    train(config)
+    table = json.loads((config.output / "run.json").read_text())["config"]["precision"]
+    assert (table["dgrad"], table["wgrad"]) == ("int8", "int8")
+    assert read_run(config.output).flow == "int8"
+    train(make_run(precision="int8", **SHORT), resume=True)
+    ours, theirs = ((one / COMPARED[0]).read_text().splitlines() for one in (config.output, whole))
+    assert ours[0] != theirs[0], "the two backwards give other weights"
+
+
+NOTICE = "the recipe names no precision"
+
+
+def naming_none(config: RunConfig) -> RunConfig:
+    values = config.model_dump(exclude_unset=True)
+    del values["precision"]
+    return RunConfig.model_validate(values)
+
+
+def test_a_recipe_that_names_no_precision_is_told_once(
+    make_run: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = naming_none(make_run(**SHORT))
+    train(first)
+    said = capsys.readouterr().out
+    assert said.count(NOTICE) == 1 and 'precision = "fp8" keeps' in said
+    assert read_run(first.output).flow == "int8"
+    train(naming_none(make_run(**SETTINGS)), resume=True)
+    assert NOTICE not in capsys.readouterr().out
+    replay(first.output, 1)
+    assert NOTICE not in capsys.readouterr().out
+
+
+def test_a_run_of_an_earlier_version_goes_on_in_fp8_where_its_recipe_names_none(
+    make_run: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(make_run(output=tmp_path / "whole", precision="fp8", **SETTINGS))
+    cut = make_run(precision="fp8", **SHORT)
+    train(cut)
+    as_recorded_before(cut.output, without_keys)
+    train(naming_none(make_run(**SETTINGS)), resume=True)
+    assert NOTICE not in capsys.readouterr().out
+    for name in COMPARED:
+        assert (cut.output / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    assert read_run(cut.output).flow == "fp8"
