@@ -61,12 +61,13 @@ def test_rows(columns: int) -> None:
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("columns", [4096, 12288])
 def test_swiglu(columns: int, is_kept: bool) -> None:
-    constants = chunk_constants(columns) | ({} if is_kept else {"KEPT": None})
+    constants = chunk_constants(columns)
+    chunk = constants["CHUNK"]
+    constants |= {} if is_kept else {"KEPT": None}
     launch = quantise.launch_of_chunks(columns)
     warps, registers = launch["num_warps"], launch["maxnreg"]
     made = compiled(quantise._swiglu_int8_kernel, constants, warps, maxnreg=registers)
     # What is kept is stored in vectors of BF16, the INT8 in vectors of twice as many numbers.
-    chunk: int = constants["CHUNK"]
     assert made.shared <= (chunk if is_kept else 64)
     assert made.programs >= 2  # for one that loads while another computes
     assert made.wide_loads
