@@ -157,17 +157,16 @@ class DeviceState:
         the row before.
         """
         slots, grown = rows[0], self._grows[rows[0]]
+        newest_of = slots
         if len(rows) > 1:
             guesses, places = rows[1], rows[2]
             index = torch.arange(tokens.numel(), device=tokens.device)
             wrong = (places > 0) & (guesses != tokens.roll(1))
+            # the last wrong guess up to a row belongs to a sample before its own
             counts = torch.where(wrong, index, -1).cummax(0).values < index - places
             is_last = counts & ~(counts & (places > 0)).roll(-1)
-            slots_of_last = torch.where(is_last, slots, self.padding)
-            self.tokens.index_copy_(0, slots_of_last, tokens)
-            self.lengths.index_add_(0, slots, grown * counts)
-            return
-        self.tokens.index_copy_(0, slots, tokens)
+            newest_of, grown = torch.where(is_last, slots, self.padding), grown * counts
+        self.tokens.index_copy_(0, newest_of, tokens)
         self.lengths.index_add_(0, slots, grown)
 
 
@@ -180,6 +179,7 @@ again, but compiles nothing.
 _measured: dict[tuple[object, ...], tuple[float, float]] = {}
 """Seconds of captured steps with guesses, of which this process has measured each once."""
 _MEASURED_LENGTH = 8192
+"""The longer of the two lengths at which they are measured, where a sequence may be as long."""
 _REPEATS = 3
 
 
