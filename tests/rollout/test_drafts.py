@@ -323,15 +323,17 @@ def test_a_guess_that_makes_a_nan_leaves_none_to_those_who_read_its_tile(pipelin
     assert torch.equal(recorded_log_probs(again), recorded_log_probs(groups))
 
 
+@both_executors
 @pytest.mark.parametrize("name", ["first"])
 def test_adapters_beside_the_base_draw_what_they_draw(
-    name: str, base: Path, folders: Mapping[str, Path]
+    name: str, pipelined: bool, base: Path, folders: Mapping[str, Path]
 ) -> None:
     policy = test_adapters.served(base, folders, "fp8").policy
     columns = [test_adapters.asked(one)[1:4] for one in (None, name)]
     wanted = [one for row in zip(*columns, strict=True) for one in row]
     expected = test_adapters.drawn(policy, wanted, "direct", **test_adapters.ROOMY)
-    engine = NativeEngine(policy, RolloutConfig(max_sequences=8, kv_pages=9), None, 0)
+    config = RolloutConfig(max_sequences=8, kv_pages=9)
+    engine = NativeEngine(policy, config, None, 0, delayed if pipelined else None)
     known = known_of(wanted, expected)
     check_equal(
         generate(guess(engine, Knowing(known, 0.9, policy.config.vocab_size)), wanted), expected
@@ -538,8 +540,9 @@ def test_the_rate_of_a_sample_is_learnt_from_tokens_that_were_not_guessed() -> N
     assert spoilt.acceptance == -inf
 
 
-def test_a_later_visit_with_the_same_answers_takes_fewer_steps() -> None:
-    engine, _ = make_engine(speculation=8)
+@both_executors
+def test_a_later_visit_with_the_same_answers_takes_fewer_steps(pipelined: bool) -> None:
+    engine, _ = open_engine(pipelined, speculation=8)
     first = replace(request(0, 9, 2, max_new_tokens=60), seed=5)
     generate(engine, [first])
     before = engine.stats

@@ -25,7 +25,15 @@ from isobit.rollout.graph_runner import DeviceState, GraphRunner, graph_sizes
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Request
 from isobit.util.errors import NonFiniteError
-from tests.rollout.test_drafts import Knowing, guess, known_of
+from tests.rollout.test_drafts import (
+    Knowing,
+    check_equal,
+    guess,
+    known_of,
+    policy_named,
+    short_requests,
+    without,
+)
 from tests.rollout.test_exactness import (
     TIGHT,
     generate_with,
@@ -138,6 +146,16 @@ def test_guesses_are_rows_of_a_captured_step_and_change_nothing(
     assert stats.drafted_tokens > stats.accepted_tokens > stats.generated_tokens // 4
     assert {key.verifies for key in runner._steps} == {False, True}, "and steps without any"
     assert not runner._state._slots and not runner._drawn
+
+
+def test_rejected_rows_leave_no_routing() -> None:
+    policy, wanted = policy_named("moe"), short_requests({})
+    expected = without("moe", 0)
+    engine, _ = make_engine(policy)
+    guess(engine, Knowing(known_of(wanted, expected), 0.8, policy.config.vocab_size, 5))
+    check_equal(generate(engine, wanted), expected)
+    assert all(one.routings for group in expected for one in group)
+    assert engine.stats.drafted_tokens > engine.stats.accepted_tokens > 20
 
 
 @settings(max_examples=examples(100), deadline=None)
