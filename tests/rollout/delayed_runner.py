@@ -6,6 +6,8 @@ host has written down.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
 
 import torch
 
@@ -47,22 +49,31 @@ class DelayedRunner:
 
     def decode(self, samples: Sequence[Sample]) -> None:
         pages = [self._pages(sample) for sample in samples]
-        positions = [sample.cached for sample in samples]
+        counts = tuple(1 + len(sample.draft) for sample in samples)
+        rows = [
+            (sample, held, place)
+            for sample, held, count in zip(samples, pages, counts, strict=True)
+            for place in range(count)
+        ]
+        positions = [sample.cached + place for sample, _, place in rows]
         size = self.page_tokens
         slots = [
             held[position // size] * size + position % size
-            for held, position in zip(pages, positions, strict=True)
+            for (_, held, _), position in zip(rows, positions, strict=True)
         ]
         table = torch.zeros(len(samples), max(map(len, pages)), dtype=torch.int64)
         for row, held in zip(table, pages, strict=True):
             row[: len(held)] = torch.tensor(held)
-        lengths = tuple(position + 1 for position in positions)
-        paged = PagedBatch((1,) * len(samples), lengths, table, torch.tensor(slots))
-        tokens = torch.tensor([self.slots[sample][0] for sample in samples])
+        lengths = tuple(one.cached + count for one, count in zip(samples, counts, strict=True))
+        paged = PagedBatch(counts, lengths, table, torch.tensor(slots))
+        tokens = [token for one in samples for token in (self.slots[one][0], *one.draft)]
         states = self.model.forward(
-            ForwardBatch(tokens, torch.tensor(positions), paged, samples[0].adapter)
+            ForwardBatch(torch.tensor(tokens), torch.tensor(positions), paged, samples[0].adapter)
         )
-        self.draw([(sample, states.row(row)) for row, sample in enumerate(samples)])
+        self.draw([(sample, states.row(row)) for row, (sample, _, _) in enumerate(rows)])
+
+    def step_seconds(self, rows: int, length: int) -> float:
+        return 1.0
 
     def prefill(self, plan: Plan) -> States:
         batch = build_batch(plan, self.page_tokens)
@@ -71,11 +82,17 @@ class DelayedRunner:
     def draw(self, ready: Ready) -> None:
         states, rows = distinct_rows(ready)
         logits = self.model.logits(states.hidden)
-        for row, (sample, _) in zip(rows, ready, strict=True):
-            token = _draw_one(logits[row : row + 1], sample)
-            routing = None if states.routings is None else int(states.routings[row])
-            self._drawn.append(DrawnToken(sample, *token, routing))
-            self.slots[sample] = token[0], sample.length, list(sample.pages)
+        pairs = zip(rows, (sample for sample, _ in ready), strict=True)
+        for sample, its in groupby(pairs, key=lambda pair: pair[1]):
+            wanted = [*sample.draft, -1]
+            for place, (row, _) in enumerate(its):
+                token = _draw_one(logits[row : row + 1], sample, place)
+                routing = None if states.routings is None else int(states.routings[row])
+                self._drawn.append(DrawnToken(sample, *token, routing))
+                if place < len(wanted):
+                    self.slots[sample] = token[0], sample.length + place, list(sample.pages)
+                    if token[0] != wanted[place]:
+                        wanted = []
 
     def end_step(self) -> DelayedTokens:
         assert self.steps - self.waited <= 1, "the host is a step ahead at most"
@@ -107,12 +124,13 @@ class DelayedRunner:
         return sample.pages
 
 
-def _draw_one(logits: torch.Tensor, sample: Sample) -> tuple[int, float, float | None]:
+def _draw_one(logits: torch.Tensor, sample: Sample, place: int) -> tuple[int, float, float | None]:
     """Without looking at what the numbers are: the token of logits that are not finite is any
-    one.
+    one. ``place``: guesses before this row.
     """
     if not bool(torch.isfinite(logits).all()):
         return 0, float("nan"), None
-    drawn = draw_tokens(logits, draws_of([0], [sample]))
+    draws = draws_of([0], [sample])
+    drawn = draw_tokens(logits, replace(draws, positions=draws.positions + place))
     truncated = None if drawn.truncated is None else float(drawn.truncated)
     return int(drawn.tokens), float(drawn.log_probs), truncated

@@ -2,8 +2,9 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from isobit.config.rollout import RolloutConfig
 from isobit.config.rules import check_engine
 from isobit.kernels.sizes import Sizes
 from isobit.memory.cache_size import SPECULATED_ROWS, forward_bytes
+from isobit.models.function import SampledPolicy
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.rollout import drafts
-from isobit.rollout.drafts import Drafter, depth, rate_after
+from isobit.rollout.drafts import Drafter, StepTimes
 from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Handle, Request
@@ -32,6 +34,7 @@ from isobit.run.loop import train
 from isobit.util.errors import ConfigError
 from tests.models.test_adapters import base
 from tests.rollout import test_adapters, test_moving, test_parked
+from tests.rollout.delayed_runner import DelayedRunner
 from tests.rollout.history_model import VOCAB, HistoryModel, make_engine, plain_samples, request
 from tests.rollout.test_adapters import folders
 from tests.rollout.test_exactness import (
@@ -43,12 +46,23 @@ from tests.rollout.test_exactness import (
     trainer_log_probs,
 )
 from tests.rollout.test_native import batches, tokens_and_log_probs
-from tests.rollout.test_open_engine import check_empty, ended, open_engine
+from tests.rollout.test_open_engine import both_executors, check_empty, ended, open_engine
 from tests.rollout.test_sequence import BYTES
 from tests.suites import examples
 from tests.tiny import json_lines, save_tiny, small_run
 
 __all__ = ["base", "folders"]  # fixtures
+
+
+@dataclass
+class Times:
+    """Of a device whose further rows take this share of the time of the first one."""
+
+    share: float = 0.0
+    wait_s: float = 0.0
+
+    def step_seconds(self, rows: int, length: int) -> float:
+        return 1 + self.share * (rows - 1)
 
 
 class Knowing(Drafter):
@@ -59,12 +73,20 @@ class Knowing(Drafter):
     def __init__(
         self, known: Mapping[Handle, Sequence[int]], right: float, vocab: int, most: int = 7
     ) -> None:
-        super().__init__(most, slots=64)
+        super().__init__(most, Times(), slots=64)
         self._known, self._right, self._vocab = known, right, vocab
         self._chance = random.Random(1)
 
-    def most_drafted(self, decoding: int) -> int:
-        return self._most
+    def is_worth_waiting(self, running: Sequence[Sample]) -> bool:
+        return self._chance.random() < 0.7
+
+    def drafts(
+        self, samples: Sequence[Sample], rooms: Sequence[int], decoding: Sequence[Sample]
+    ) -> list[Sequence[int]]:
+        """Now and then none, so that there are steps behind which tokens are in flight."""
+        if self._chance.random() < 0.1:
+            return [()] * len(samples)
+        return super().drafts(samples, rooms, decoding)
 
     def draft(self, sample: Sample, most: int) -> list[int]:
         if sample.acceptance == -inf:
@@ -121,12 +143,13 @@ def holds_alone(engine: NativeEngine, model: HistoryModel) -> None:
     batch=batches(),
     right=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     most=st.sampled_from([1, 3, 20, 64]),
+    pipelined=st.booleans(),
 )
 def test_any_batch_draws_what_a_plain_loop_draws_whatever_is_guessed(
-    batch: tuple[list[Request], dict[str, Any]], right: float, most: int
+    batch: tuple[list[Request], dict[str, Any]], right: float, most: int, pipelined: bool
 ) -> None:
     wanted, sizes = batch
-    engine, model = make_engine(**sizes)
+    engine, model = open_engine(pipelined, **sizes)
     holds_alone(engine, model)
     guess(engine, Knowing(endless(wanted), right, VOCAB, most))
     assert tokens_and_log_probs(generate(engine, wanted)) == [plain_samples(one) for one in wanted]
@@ -232,6 +255,10 @@ def test_recorded_log_probabilities_are_those_of_the_training_forward() -> None:
     assert torch.equal(recorded_log_probs(groups), trainer_log_probs(policy, wanted, groups))
 
 
+def delayed(policy: SampledPolicy, num_pages: int) -> DelayedRunner:
+    return DelayedRunner(PolicyRunner(policy, num_pages))
+
+
 class OtherRows(PolicyRunner):
     """Rows behind the first of a sequence have the last bit of their states turned over, as where
     verification and decoding are different kernels.
@@ -270,7 +297,8 @@ def test_rows_that_differ_in_the_last_bit_are_found() -> None:
     assert rates[PolicyRunner] == 1.0 > rates[CoarseRows]
 
 
-def test_a_guess_that_makes_a_nan_leaves_none_to_those_who_read_its_tile() -> None:
+@both_executors
+def test_a_guess_that_makes_a_nan_leaves_none_to_those_who_read_its_tile(pipelined: bool) -> None:
     """The embedding of one token is a NaN; no sample draws it, and many are guessed to."""
     config = replace(TINY, tied_embeddings=False)
     policy, wanted = random_policy(config, PrecisionConfig(preset="fp8"), 5), short_requests({})
@@ -284,7 +312,8 @@ def test_a_guess_that_makes_a_nan_leaves_none_to_those_who_read_its_tile() -> No
         handle: [bad if place % 7 == 3 else token for place, token in enumerate(tokens)]
         for handle, tokens in known.items()
     }
-    engine = NativeEngine(policy, RolloutConfig(kv_pages=6, max_sequences=3), None, 0)
+    config = RolloutConfig(kv_pages=6, max_sequences=3)
+    engine = NativeEngine(policy, config, None, 0, delayed if pipelined else None)
     made = generate(guess(engine, Knowing(guesses, 1.0, 96)), wanted)
     assert torch.equal(recorded_log_probs(made), recorded_log_probs(groups))
     assert engine.stats.recomputed_tokens > 0
@@ -294,15 +323,17 @@ def test_a_guess_that_makes_a_nan_leaves_none_to_those_who_read_its_tile() -> No
     assert torch.equal(recorded_log_probs(again), recorded_log_probs(groups))
 
 
+@both_executors
 @pytest.mark.parametrize("name", ["first"])
 def test_adapters_beside_the_base_draw_what_they_draw(
-    name: str, base: Path, folders: Mapping[str, Path]
+    name: str, pipelined: bool, base: Path, folders: Mapping[str, Path]
 ) -> None:
     policy = test_adapters.served(base, folders, "fp8").policy
     columns = [test_adapters.asked(one)[1:4] for one in (None, name)]
     wanted = [one for row in zip(*columns, strict=True) for one in row]
     expected = test_adapters.drawn(policy, wanted, "direct", **test_adapters.ROOMY)
-    engine = NativeEngine(policy, RolloutConfig(max_sequences=8, kv_pages=9), None, 0)
+    config = RolloutConfig(max_sequences=8, kv_pages=9)
+    engine = NativeEngine(policy, config, None, 0, delayed if pipelined else None)
     known = known_of(wanted, expected)
     check_equal(
         generate(guess(engine, Knowing(known, 0.9, policy.config.vocab_size)), wanted), expected
@@ -313,12 +344,13 @@ def test_adapters_beside_the_base_draw_what_they_draw(
 # ------------------------------------------------------------------- what comes and goes between
 
 
+@both_executors
 @pytest.mark.parametrize("sizes", [test_parked.ROOMY, test_parked.FEW], ids=["roomy", "few"])
-def test_turns_with_parked_pages_draw_the_same(sizes: dict[str, Any]) -> None:
+def test_turns_with_parked_pages_draw_the_same(sizes: dict[str, Any], pipelined: bool) -> None:
     wanted = test_parked.several()
     expected, _ = test_parked.play(open_engine(False)[0], wanted, parks=False)
     known = {handle: one.sequence.token_ids.tolist() for handle, one in expected.items()}
-    engine, model = open_engine(False, **sizes)
+    engine, model = open_engine(pipelined, **sizes)
     holds_alone(engine, model)
     made, stats = test_parked.play(guess(engine, Knowing(known, 0.8, VOCAB)), wanted)
     test_parked.check_equal(made, expected)
@@ -326,29 +358,30 @@ def test_turns_with_parked_pages_draw_the_same(sizes: dict[str, Any]) -> None:
     check_empty(engine)
 
 
-def test_samples_that_move_between_engines_draw_the_same() -> None:
+@both_executors
+def test_samples_that_move_between_engines_draw_the_same(pipelined: bool) -> None:
     wanted = [request(n, length, 3) for n, length in enumerate((5, 63, 64, 130))]
     expected = generate(make_engine()[0], wanted)
     known = known_of(wanted, expected)
     engines = [
-        guess(open_engine(False, kv_pages=pages)[0], Knowing(known, 0.8, VOCAB, 3))
+        guess(open_engine(pipelined, kv_pages=pages)[0], Knowing(known, 0.8, VOCAB, 3))
         for pages in (9, 40)
     ]
     groups, moves = test_moving.play(engines, wanted, random.Random(2))
-    assert groups == expected and moves > 3
+    assert groups == expected and moves > 1
 
 
-def test_weights_that_change_during_a_forward_leave_no_guess_behind() -> None:
+@both_executors
+def test_weights_that_change_during_a_forward_leave_no_guess_behind(pipelined: bool) -> None:
     wanted = [request(0, 20, 2), request(1, 70, 2)]
-    engine, model = make_engine()
+    engine, model = open_engine(pipelined)
     known = endless(wanted)
     guess(engine, Knowing(known, 0.9, VOCAB))
     forward = model.forward
 
     def forward_and_publish(batch: ForwardBatch) -> States:
         states = forward(batch)
-        if len(model.batches) == 3:
-            assert max(batch.paged.counts) > 1
+        if len(model.batches) > 2 and model.version == 0 and 1 < max(batch.paged.counts) < 9:
             model.version += 1
         return states
 
@@ -361,7 +394,10 @@ def test_weights_that_change_during_a_forward_leave_no_guess_behind() -> None:
     check_empty(engine)
 
 
-def test_tokens_behind_a_stop_string_are_dropped_and_text_is_told_as_it_grows() -> None:
+@both_executors
+def test_tokens_behind_a_stop_string_are_dropped_and_text_is_told_as_it_grows(
+    pipelined: bool,
+) -> None:
     """Both the events that a server sends on and the completions."""
     free = request(3, 8, 4, max_new_tokens=60)
     known = endless([free])
@@ -369,7 +405,7 @@ def test_tokens_behind_a_stop_string_are_dropped_and_text_is_told_as_it_grows() 
     stopped = replace(free, sampling=replace(free.sampling, stop_strings=(text[30:33],)))
     expected = generate(make_engine(tokenizer=BYTES)[0], [stopped])
     assert expected[0][0].finish_reason == "stop"
-    engine = guess(make_engine(tokenizer=BYTES)[0], Knowing(known, 0.95, VOCAB, 20))
+    engine = guess(open_engine(pipelined, tokenizer=BYTES)[0], Knowing(known, 0.95, VOCAB, 20))
     (handles,) = engine.submit([stopped], follow="text")
     told: dict[Handle, tuple[list[int], str]] = {handle: ([], "") for handle in handles}
     made: dict[Handle, Completion] = {}
@@ -401,7 +437,7 @@ def sample_of(tokens: Sequence[int], prompt_id: str = "p", index: int = 0) -> Sa
 
 
 def test_guesses_come_from_the_prompt_the_answer_its_siblings_and_nobody_else() -> None:
-    drafter = Drafter(16)
+    drafter = Drafter(16, Times())
     assert drafter.draft(sample_of([7, 8, 9, 1, 2]), 2) == [3, 7], "its prompt, and what is behind"
     drafter.note(sample_of([20, 21, 22, 23, 24, 25, 26]))
     assert drafter.draft(sample_of([20, 21, 22]), 3) == [23, 24, 25]
@@ -412,33 +448,101 @@ def test_guesses_come_from_the_prompt_the_answer_its_siblings_and_nobody_else() 
 
 
 def test_the_table_does_not_grow() -> None:
-    drafter = Drafter(8, slots=256)
+    drafter = Drafter(8, Times(), slots=256)
     chance = random.Random(0)
     for _ in range(40):
         drafter.note(sample_of([chance.randrange(50) for _ in range(150)]))
     assert len(drafter._table) == 256 and sum(map(bool, drafter._table)) > 200
 
 
-def test_as_many_tokens_are_guessed_as_are_likely_to_be_accepted() -> None:
-    assert [depth(rate) for rate in (0.2, 0.3, 0.6, 0.8, 1.0)] == [0, 1, 2, 5, 119]
-    assert rate_after(0.5, 0, 0) == 0.5
-    assert rate_after(0.5, 4, 4) > rate_after(0.5, 4, 2) > rate_after(0.5, 4, 0)
-    assert rate_after(0.5, 4, 2) == rate_after(0.5, 3, 2), "behind the first that was not"
-    sample, drafter = sample_of([1, 2]), Drafter(8)
-    sample.acceptance = 0.29
-    steps = next(n for n in range(100) if drafter.draft(sample, 8))
-    assert 0 < steps < 10, "and tried again"
+def decoding(*rates: float) -> list[Sample]:
+    """Samples whose tokens were foretold rightly at such rates."""
+    samples = [sample_of([1, 2, 3, 1, 2], index=index) for index in range(len(rates))]
+    for sample, rate in zip(samples, rates, strict=True):
+        sample.acceptance = rate
+    return samples
 
 
-def test_a_step_has_few_rows_of_guesses_and_none_where_many_decode() -> None:
-    drafter = Drafter(8)
-    counts = [0, 1, 4, 8, 31, 33, SPECULATED_ROWS, 1000]
-    drafted = [drafter.most_drafted(count) for count in counts]
-    assert drafted == [0, 8, 8, 7, 1, 0, 0, 0]
+def drafted(times: StepTimes, *rates: float, most: int = 7) -> list[int]:
+    """The guesses behind each of several samples whose table has as many as may be made."""
+    samples, drafter = decoding(*rates), Drafter(most, times)
+    drafter.draft = lambda sample, most: [1] * most
+    return [len(one) for one in drafter.drafts(samples, [100] * len(samples), samples)]
 
 
-def test_a_later_visit_with_the_same_answers_takes_fewer_steps() -> None:
-    engine, _ = make_engine(speculation=8)
+def best_counts(times: StepTimes, rates: Sequence[float], most: int) -> float:
+    """The most expected tokens a second of any numbers of guesses."""
+    return max(
+        sum(1 + sum(rate**place for place in range(1, count + 1)) for rate, count in pairs)
+        / times.step_seconds(sum(1 + count for _, count in pairs), 0)
+        for counts in product(range(most + 1), repeat=len(rates))
+        for pairs in [list(zip(rates, counts, strict=True))]
+    )
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    rates=st.lists(st.floats(0.05, 0.97), min_size=1, max_size=3),
+    seconds=st.lists(st.floats(0.0, 1.0), min_size=15, max_size=15),
+)
+def test_no_other_guesses_have_more_expected_tokens_a_second(
+    rates: list[float], seconds: list[float]
+) -> None:
+    """Whatever further rows take."""
+    times = Times()
+    times.step_seconds = lambda rows, length: 1 + sum(seconds[:rows])
+    counts = drafted(times, *rates, most=3)
+    expected = sum(
+        1 + sum(rate**place for place in range(1, count + 1))
+        for rate, count in zip(rates, counts, strict=True)
+    )
+    made = expected / times.step_seconds(len(rates) + sum(counts), 0)
+    assert made == pytest.approx(best_counts(times, rates, 3), rel=1e-12)
+
+
+def test_guesses_are_made_only_where_they_gain() -> None:
+    assert drafted(Times(0.01), 0.9, 0.5, 0.05) == [7, 3, 0]
+    assert drafted(Times(0.3), 0.9, 0.5, 0.05) == [4, 0, 0]
+    assert drafted(Times(1.0), 0.9, 0.5, 0.05) == [0, 0, 0], "a row takes as long as a token"
+    assert drafted(Times(), -inf, 0.9) == [0, 7], "none of a sample that a guess has spoilt"
+    many = drafted(Times(), *[0.9] * 100)
+    assert sum(many) == SPECULATED_ROWS - 100, "as many as a step has rows for"
+    assert not any(drafted(Times(), *[0.9] * SPECULATED_ROWS))
+
+
+def test_tokens_in_flight_are_waited_for_where_guesses_are_likely_to_gain() -> None:
+    for wait_s, foretold, waits in ((0.0, 1.0, True), (0.0, 0.0, False), (3.0, 1.0, False)):
+        samples = decoding(0.6, 0.6)
+        drafter = Drafter(7, Times(0.05, wait_s))
+        drafter.note = lambda sample: None
+        for sample in samples:
+            sample.foretold = foretold
+        assert drafter.is_worth_waiting(samples) == waits
+    assert not drafter.is_worth_waiting([])
+    assert not Drafter(7, Times()).is_worth_waiting(decoding(*[0.9] * SPECULATED_ROWS))
+
+
+def test_the_rate_of_a_sample_is_learnt_from_tokens_that_were_not_guessed() -> None:
+    drafter = Drafter(8, Times())
+    known = [*range(20, 60)]
+    drafter.note(sample_of(known))
+    right, wrong, unknown = (sample_of(known[:4]) for _ in range(3))
+    for sample, more in ((right, known[4:]), (wrong, [19, *known[5:9]]), (unknown, range(60, 90))):
+        drafter.note(sample)
+        before = sample.acceptance
+        sample.tokens += more
+        drafter.note(sample)
+        assert (sample.acceptance > before) == (sample is right) or sample is unknown
+    assert right.foretold > 0.9 > 0.1 > unknown.foretold
+    spoilt = sample_of(known[:4])
+    spoilt.spoil()
+    drafter.note(spoilt)
+    assert spoilt.acceptance == -inf
+
+
+@both_executors
+def test_a_later_visit_with_the_same_answers_takes_fewer_steps(pipelined: bool) -> None:
+    engine, _ = open_engine(pipelined, speculation=8)
     first = replace(request(0, 9, 2, max_new_tokens=60), seed=5)
     generate(engine, [first])
     before = engine.stats
@@ -450,20 +554,7 @@ def test_a_later_visit_with_the_same_answers_takes_fewer_steps() -> None:
     assert engine.stats.accepted_tokens > 0.9 * engine.stats.drafted_tokens
 
 
-def test_where_decode_steps_are_captured_a_line_says_that_nothing_is_guessed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    engine, _ = open_engine(True, speculation=4)
-    assert "rollout.speculation = 4 is not used" in capsys.readouterr().err
-    assert engine.figures()["speculates"] is False
-    wanted = [request(0, 9, 2)]
-    assert tokens_and_log_probs(generate(engine, wanted)) == [plain_samples(wanted[0])]
-    assert engine.stats.drafted_tokens == 0
-    assert make_engine(speculation=4)[0].figures()["speculates"] is True
-    assert "speculates" not in make_engine()[0].figures()
-
-
-def test_other_engines_refuse_it_and_the_memory_plan_counts_its_logits(tmp_path: Path) -> None:
+def test_other_engines_refuse_it_and_the_memory_plan_counts_its_rows(tmp_path: Path) -> None:
     sections: dict[str, Any] = {
         "rollout": {"speculation": 4, "engine": "http", "servers": ["http://a:1"]}
     }
@@ -475,7 +566,8 @@ def test_other_engines_refuse_it_and_the_memory_plan_counts_its_logits(tmp_path:
         forward_bytes(TINY, policy.flow, RolloutConfig(speculation=depth), sizes)
         for depth in (0, 4)
     )
-    assert more - plain == 12 * TINY.num_drawn * SPECULATED_ROWS
+    of_a_token = 8 * TINY.hidden_size + 12 * TINY.num_drawn
+    assert more - plain > of_a_token * SPECULATED_ROWS, "logits and what leads to them"
     assert tuple(sorted(drafts.CONTEXTS, reverse=True)) == drafts.CONTEXTS
 
 

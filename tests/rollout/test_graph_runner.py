@@ -3,14 +3,17 @@ tokens that arrive behind the step.  What it gives is what the engine gives that
 """
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from isobit.config.precision import Preset
 from isobit.config.rollout import RolloutConfig
-from isobit.kernels.backend import Captured
+from isobit.kernels.backend import Captured, backend_of
 from isobit.kernels.spec.backend import SpecBackend
 from isobit.models.function import SampledPolicy
 from isobit.models.policy import Policy
@@ -18,10 +21,19 @@ from isobit.records.text import Completion
 from isobit.rollout import graph_runner
 from isobit.rollout.engine import generate
 from isobit.rollout.executor import PipelinedExecutor
-from isobit.rollout.graph_runner import GraphRunner, graph_sizes
+from isobit.rollout.graph_runner import DeviceState, GraphRunner, graph_sizes
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Request
 from isobit.util.errors import NonFiniteError
+from tests.rollout.test_drafts import (
+    Knowing,
+    check_equal,
+    guess,
+    known_of,
+    policy_named,
+    short_requests,
+    without,
+)
 from tests.rollout.test_exactness import (
     TIGHT,
     generate_with,
@@ -31,6 +43,7 @@ from tests.rollout.test_exactness import (
     requests,
     trainer_log_probs,
 )
+from tests.suites import examples
 
 Groups = list[list[Completion]]
 SAMPLINGS: list[dict[str, Any]] = [
@@ -116,6 +129,83 @@ def test_steps_are_captured_once_for_a_size_and_replayed(monkeypatch: pytest.Mon
     assert len(captures) == len(runner._steps) <= 5
     assert captures[0] is None and all(captures[1:]), "graphs share the memory of the first"
     assert generate(engine, wanted) == direct and len(captures) == len(runner._steps)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("sizes", [{}, TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: ",".join(s) or "plain")
+def test_guesses_are_rows_of_a_captured_step_and_change_nothing(
+    sampling: dict[str, Any], sizes: dict[str, Any]
+) -> None:
+    policy, wanted = policy_of("fp8"), requests(**sampling)
+    expected = drawn_waiting(tuple(sampling.items()))
+    engine, (runner,) = make_engine(policy, **sizes)
+    guess(engine, Knowing(known_of(wanted, expected), 0.8, policy.config.vocab_size, 5))
+    assert generate(engine, wanted) == expected
+    stats = engine.stats
+    assert stats.drafted_tokens > stats.accepted_tokens > stats.generated_tokens // 4
+    assert {key.verifies for key in runner._steps} == {False, True}, "and steps without any"
+    assert not runner._state._slots and not runner._drawn
+
+
+def test_rejected_rows_leave_no_routing() -> None:
+    policy, wanted = policy_named("moe"), short_requests({})
+    expected = without("moe", 0)
+    engine, _ = make_engine(policy)
+    guess(engine, Knowing(known_of(wanted, expected), 0.8, policy.config.vocab_size, 5))
+    check_equal(generate(engine, wanted), expected)
+    assert all(one.routings for group in expected for one in group)
+    assert engine.stats.drafted_tokens > engine.stats.accepted_tokens > 20
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(data=st.data())
+def test_a_device_counts_the_guesses_that_it_has_drawn(data: st.DataObject) -> None:
+    """As a loop over the rows of each sample does."""
+    slots = data.draw(st.permutations(range(4)))[: data.draw(st.integers(1, 4))]
+    rows, drawn, expected = list[tuple[int, int, int]](), list[int](), dict[int, tuple[int, int]]()
+    for slot in slots:
+        count = data.draw(st.integers(1, 4))
+        guesses = [-1, *(data.draw(st.integers(0, 2)) for _ in range(count - 1))]
+        tokens = [data.draw(st.integers(0, 2)) for _ in range(count)]
+        last = next((at for at in range(count - 1) if tokens[at] != guesses[at + 1]), count - 1)
+        expected[slot] = tokens[last], last + 1
+        rows += [(slot, guess, place) for place, guess in enumerate(guesses)]
+        drawn += tokens
+    padded = data.draw(st.integers(0, 3))
+    state = DeviceState(4, 3, 64, 9, backend_of(torch.device("cpu")))
+    state.tokens.fill_(7)
+    columns = torch.tensor([*rows, *[(state.padding, -1, 0)] * padded]).T.contiguous()
+    state.append(columns, torch.tensor([*drawn, *[5] * padded]))
+    for slot in range(4):
+        token, grown = expected.get(slot, (7, 0))
+        assert (int(state.tokens[slot]), int(state.lengths[slot])) == (token, grown)
+    assert int(state.lengths[state.padding]) == 0
+
+
+def test_steps_are_measured_once_and_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that counts the tokens of the longest sequence of each replay, and the rows."""
+    clock = [0.0]
+
+    def capture(self: SpecBackend, step: Any, beside: Captured | None = None) -> Any:
+        def replay() -> Any:
+            clock[0] += 1 + 0.5 * float(runner._state.lengths[runner._state.padding])
+            return step()
+
+        return SimpleNamespace(replay=replay)
+
+    monkeypatch.setattr(graph_runner, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(graph_runner, "_measured", {})
+    monkeypatch.setattr(SpecBackend, "capture", capture)
+    monkeypatch.setattr(SpecBackend, "reach", lambda self, length: 256)
+    policy, wanted = policy_of("fp8"), requests()
+    engine, (runner,) = make_engine(policy, speculation=4)
+    assert runner.step_seconds(3, 0) == 1.0 and runner.step_seconds(4, 100) == 51.0
+    assert len(runner._steps) == len(graph_runner._measured) == 1
+    before = clock[0]
+    assert runner.step_seconds(4, 7) == 4.5 and clock[0] == before
+    assert not runner._state.lengths.any() and runner._rows[1].max() > 1, "other tokens each"
+    assert generate(engine, wanted) == drawn_waiting(())
 
 
 def test_new_weights_between_steps_need_no_other_capture() -> None:

@@ -42,9 +42,9 @@ RESERVE = 4 * _GIB
 gaps.
 """
 
-SPECULATED_ROWS = 64
-"""Rows of a forward up to which guesses stand behind decoding sequences, by estimate: a decode step
-waits for weights, so that a further row of few costs little.
+SPECULATED_ROWS = 128
+"""Rows of a forward up to which guesses stand behind decoding sequences: a decode step waits for
+weights, so that a further row of few costs little (``isobit.rollout.drafts`` has how little).
 """
 
 
@@ -290,6 +290,10 @@ def forward_bytes(
     Per token: the residual stream twice, a norm and an output of a linear in BF16, what the MLP
     makes, Q, K and V before and after, and what is noted of its experts. In total: what experts
     take, the concatenated keys of a prompt chunk, and logits with what sampling keeps of them.
+
+    Captured steps share one memory, as large as the largest takes; those that verify guesses add
+    their rows. Guesses need no page that the plan does not have: none stands behind the length that
+    a sequence may have, and pages that others wait for are not taken for them.
     """
     qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     halves = [layer.mlp.bytes(sizes, flow.rollout) for layer in build_decoder(shape).layers]
@@ -297,5 +301,6 @@ def forward_bytes(
     token = 8 * shape.hidden_size + 12 * qkv + made + sum(half.noted for half in halves)
     tokens = batched_tokens(config, sizes)
     keys = 4 * shape.num_kv_heads * shape.head_dim * (tokens + shape.max_positions)
-    drawn = config.max_sequences + (SPECULATED_ROWS if config.speculation else 0)
-    return token * tokens + once + keys + 3 * 4 * shape.num_drawn * drawn
+    verified = SPECULATED_ROWS if config.speculation else 0
+    logits = 3 * 4 * shape.num_drawn * (config.max_sequences + verified)
+    return token * (tokens + verified) + once + keys + logits

@@ -3,26 +3,30 @@ before, in its own prompt and answer, in the answers of its siblings and in thos
 earlier visits.
 
     draft     the scheduler puts k guesses behind a decoding sample's last token
-    forward   its k + 1 rows are those of a chunk, whose bits are those of decoding one by one
+    forward   its k + 1 rows are those of a chunk, or of as many decoding samples in a captured
+              step; both have the bits of decoding one by one
     draw      each row draws a token with the noise of its position; a guess is accepted while it is
               the token that the row before has drawn (``isobit.rollout.executor``)
 
 So a token, its log-probability and its routing are those that decoding draws, whatever was guessed.
 K and V of rejected rows stay in the sample's own pages, behind its end, until its next tokens
-overwrite them.
+overwrite them. Until then they are keys beyond the length of every row that is computed, whose
+weight is 0.
 
 **The table** has one slot for each hash of a prompt and of the last ``CONTEXTS`` tokens: which
 token came next, and by how many votes it leads. It has a fixed size; what falls into a slot that is
 taken replaces it, and guesses that are wrong for it are rejected. Nothing in it depends on time or
 on the process, so that ranks which share an engine guess alike.
 
-**How many.** As many as are each likelier to be drawn than ``WORTH``, at the rate at which the
-sample's last guesses were accepted, while the step has few rows (``most_drafted``).
+**How many.** Of a sample's j-th guess the chance of being accepted is a^j, where a is the rate at
+which the table has foretold the sample's last tokens, whether these were guessed or not. The
+likeliest guesses of all samples stand in a step, as many as give the most expected tokens a second
+by the device's times of steps (``StepTimes``); none where that is no more than without any.
 """
 
 from array import array
 from collections.abc import Sequence
-from math import log
+from typing import Protocol
 from zlib import crc32
 
 from isobit.memory.cache_size import SPECULATED_ROWS
@@ -34,11 +38,23 @@ SLOTS = 1 << 22
 """Of the table: 32 MiB."""
 MOST_VOTES = 7
 """A token leads by no more, so that newer answers soon outvote older ones."""
-WORTH = 0.3
-"""The chance of being accepted below which a row is not worth its time."""
-NEW_SHARE, RECOVERY = 0.15, 0.004
-"""The weight of a new guess in the rate of its sample, and what the rate gains in a step without
-any, so that about every 12th tries again."""
+NEW_SHARE = 0.15
+"""The weight of a new token in the rates of its sample."""
+
+
+class StepTimes(Protocol):
+    """What a device's steps take, in any unit."""
+
+    @property
+    def wait_s(self) -> float:
+        """What a step takes longer because the tokens of the one before are waited for first."""
+        ...
+
+    def step_seconds(self, rows: int, length: int) -> float:
+        """A step of so many rows, at most ``SPECULATED_ROWS``, whose longest sequence has
+        ``length`` tokens.
+        """
+        ...
 
 
 class Drafter:
@@ -46,44 +62,93 @@ class Drafter:
 
     Args:
         most: guesses behind one sample.
+        times: of the device.
         slots: of the table, a power of two.
     """
 
-    def __init__(self, most: int, slots: int = SLOTS) -> None:
-        self._most = most
+    def __init__(self, most: int, times: StepTimes, slots: int = SLOTS) -> None:
+        self._most, self._times = most, times
         self._table = array("Q", bytes(8 * slots))
         """A token (32 bits), bits of its context's hash (24) and the votes (8); 0 is empty."""
+
+    def is_worth_waiting(self, running: Sequence[Sample]) -> bool:
+        """Whether guesses behind these samples are expected to be worth it that the tokens in
+        flight are waited for first.
+        """
+        if not 0 < len(running) < SPECULATED_ROWS:
+            return False
+        for sample in running:
+            self.note(sample)
+        likely = [_chances(sample, self._most, sample.foretold) for sample in running]
+        return any(self._counts(likely, running, self._times.wait_s))
+
+    def drafts(
+        self, samples: Sequence[Sample], rooms: Sequence[int], decoding: Sequence[Sample]
+    ) -> list[Sequence[int]]:
+        """Guesses of the tokens behind those of ``samples``, at most as many as each has room for,
+        in a step of all that are ``decoding``.
+        """
+        if len(decoding) >= SPECULATED_ROWS:
+            return [()] * len(samples)
+        found = [
+            self.draft(sample, min(self._most, room))
+            for sample, room in zip(samples, rooms, strict=True)
+        ]
+        chances = [
+            _chances(sample, len(draft)) for sample, draft in zip(samples, found, strict=True)
+        ]
+        counts = self._counts(chances, decoding)
+        return [draft[:count] for draft, count in zip(found, counts, strict=True)]
 
     def draft(self, sample: Sample, most: int) -> Sequence[int]:
         """Up to ``most`` guesses of the tokens behind those of a decoding sample."""
         self.note(sample)
-        most = min(most, depth(sample.acceptance))
         salt, context = _salt(sample), sample.tokens[-CONTEXTS[0] :]
         draft: list[int] = []
         while len(draft) < most and (token := self._next(salt, context)) is not None:
             draft.append(token)
             context.append(token)
-        if not draft:
-            sample.acceptance += RECOVERY
         return draft
 
-    def most_drafted(self, decoding: int) -> int:
-        """Guesses behind each of so many decoding samples: together they have ``SPECULATED_ROWS``
-        rows. A table of the times of a device's steps would stand here.
+    def _counts(
+        self, chances: Sequence[Sequence[float]], decoding: Sequence[Sample], wait_s: float = 0.0
+    ) -> list[int]:
+        """How many guesses of each sample to verify, of those with such chances of being accepted,
+        in a step of all that are ``decoding``; with a guess the step takes ``wait_s`` longer.
         """
-        return min(self._most, max(0, SPECULATED_ROWS // decoding - 1)) if decoding else 0
+        rows, length = len(decoding), max((sample.length for sample in decoding), default=0)
+        likeliest = sorted(
+            ((chance, place) for place, its in enumerate(chances) for chance in its),
+            key=lambda one: -one[0],
+        )[: SPECULATED_ROWS - rows]
+        best, expected, counts = 0, float(rows), [0] * len(chances)
+        rate = expected / self._times.step_seconds(rows, length) if likeliest else 0.0
+        for guesses, (chance, _) in enumerate(likeliest, 1):
+            expected += chance
+            seconds = self._times.step_seconds(rows + guesses, length) + wait_s
+            if expected / seconds > rate:
+                best, rate = guesses, expected / seconds
+        for _, place in likeliest[:best]:
+            counts[place] += 1
+        return counts
 
     def note(self, sample: Sample) -> None:
-        """Learn from the tokens that have come since the last time, of a sample and its prompt."""
+        """Learn from the tokens that have come since the last time, of a sample and its prompt, and
+        how well the table has foretold those of the sample.
+        """
         salt = _salt(sample)
-        for sequence in (sample.prompt, sample):
-            self._learn(salt, sequence)
+        self._learn(salt, sample.prompt)
+        for is_known, is_right in self._learn(salt, sample):
+            sample.foretold += NEW_SHARE * (is_known - sample.foretold)
+            if is_known and sample.acceptance >= 0:
+                sample.acceptance += NEW_SHARE * (is_right - sample.acceptance)
 
-    def _learn(self, salt: int, sequence: CachedTokens) -> None:
+    def _learn(self, salt: int, sequence: CachedTokens) -> list[tuple[bool, bool]]:
+        """Of each new token, whether the table foretold one in its place, and this one."""
         tokens, table = sequence.tokens, self._table
-        mask = len(table) - 1
+        mask, seen = len(table) - 1, list[tuple[bool, bool]]()
         for place in range(sequence.noted, len(tokens)):
-            token = tokens[place]
+            token, foretold = tokens[place], -1
             for size in CONTEXTS:
                 if size > place:
                     continue
@@ -93,11 +158,15 @@ class Drafter:
                 votes = entry & 0xFF
                 if entry >> 8 & 0xFFFFFF != check or votes == 0:
                     table[slot] = token << 32 | check << 8 | 1
-                elif entry >> 32 == token:
+                    continue
+                foretold = entry >> 32 if foretold < 0 else foretold
+                if entry >> 32 == token:
                     table[slot] = entry + (votes < MOST_VOTES)
                 else:
                     table[slot] = entry - 1 if votes > 1 else token << 32 | check << 8 | 1
+            seen.append((foretold >= 0, foretold == token))
         sequence.noted = len(tokens)
+        return seen
 
     def _next(self, salt: int, context: Sequence[int]) -> int | None:
         """The token that came behind the longest known end of ``context``."""
@@ -119,17 +188,9 @@ def _salt(sample: Sample) -> int:
     return crc32(sample.handle.prompt_id.encode())
 
 
-def depth(acceptance: float) -> int:
-    """Guesses that are each accepted with a chance of at least ``WORTH``, where a guess is at this
-    rate once those before it are.
+def _chances(sample: Sample, count: int, foretold: float = 1.0) -> list[float]:
+    """Of so many guesses of a sample, that each and all before it are accepted, where the first
+    exists with the chance ``foretold``; none of a sample that a guess has spoilt.
     """
-    return int(log(WORTH) / log(min(acceptance, 0.99))) if acceptance >= WORTH else 0
-
-
-def rate_after(acceptance: float, drafted: int, accepted: int) -> float:
-    """The rate after so many of the guesses of a step were accepted; those behind the first that
-    was not say nothing.
-    """
-    for is_accepted in (True,) * accepted + (False,) * (drafted > accepted):
-        acceptance += NEW_SHARE * (is_accepted - acceptance)
-    return acceptance
+    rate = sample.acceptance
+    return [foretold * rate**place for place in range(1, count + 1)] if rate > 0 else []

@@ -16,6 +16,10 @@ pages that are its own until the device is past it, and that token is dropped.
 
 The host waits for all tokens before samples lose their pages: what is computed again starts from
 tokens that it knows.
+
+It also waits before it plans a step with guesses, which stand behind known tokens, and behind such
+a step, since it does not know how many of its tokens count (``Scheduler.wants_tokens``). The device
+is idle meanwhile, for about ``WAIT_S``; the choice of guesses allows for it.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +31,6 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
-from isobit.rollout.drafts import rate_after
 from isobit.rollout.draws import (
     Ready,
     distinct_rows,
@@ -51,6 +54,15 @@ from isobit.util.errors import NonFiniteError
 PATIENCE = 8
 """Steps for which prompts wait for others where decoding is a captured graph (``Scheduler``)."""
 
+WAIT_S = 5e-4
+"""Seconds, by estimate, in which the device has nothing to do where the host waits for its tokens
+before it plans the next step.
+"""
+ROWS_OF_TWICE = 40
+"""Rows for which a CPU takes twice as long as for none: about what models of 2 to 60 million
+parameters take in ``bf16``, ``fp8`` and ``int8``.
+"""
+
 Runner = TypeVar("Runner", ModelRunner, PipelineRunner)
 Computed = list[tuple[Plan, States, Sequence[int]]]
 """Parts of a plan, the states of their tokens after a forward, and for each sequence the row of its
@@ -65,9 +77,8 @@ class Executor(ABC, Generic[Runner]):
 
     patience = 0
     """Steps for which prompts wait for others (``Scheduler``)."""
-    verifies = False
-    """Whether a step can draw from the rows of guesses behind a sample's last token. Where decode
-    steps are captured, it would take one for each number of them."""
+    wait_s = 0.0
+    """As in ``isobit.rollout.drafts.StepTimes``."""
 
     def __init__(
         self, runner: Runner, make_runner: Callable[[], Runner], stats: EngineStats
@@ -116,6 +127,14 @@ class Executor(ABC, Generic[Runner]):
         """Set the K and V of pages to zero in all layers."""
         self.runner.clear_pages(pages)
 
+    @abstractmethod
+    def verifies(self, sample: Sample) -> bool:
+        """Whether the next forward can draw from rows of guesses behind a decoding sample."""
+
+    @abstractmethod
+    def step_seconds(self, rows: int, length: int) -> float:
+        """As in ``isobit.rollout.drafts.StepTimes``."""
+
     @property
     @abstractmethod
     def is_pending(self) -> bool:
@@ -139,6 +158,24 @@ class Executor(ABC, Generic[Runner]):
     def draw(self, ready: Ready) -> None:
         """Draw the next tokens of samples, after ``forward``."""
 
+    def _accept_drawn(self, sample: Sample, tokens: Iterable[DrawnToken], version: int) -> None:
+        """Accept the first of its tokens, and each further one while those before were guessed and
+        did not end the sample: the row that it was drawn from is that of the guess.
+        """
+        draft, sample.draft, accepted = sample.draft, (), 0
+        for place, drawn in enumerate(tokens):
+            if place:
+                if sample.finish_reason is not None or sample.tokens[-1] != draft[place - 1]:
+                    break
+                sample.cached += 1
+                accepted += 1
+            sample.accept(drawn.token_id, drawn.log_prob, version, drawn.routing)
+            if drawn.truncated_log_prob is not None:
+                sample.truncated_log_probs.append(drawn.truncated_log_prob)
+        self.stats.generated_tokens += 1 + accepted
+        self.stats.drafted_tokens += len(draft)
+        self.stats.accepted_tokens += accepted
+
 
 def executor_of(
     make_runner: Callable[[], ModelRunner | PipelineRunner], stats: EngineStats
@@ -153,7 +190,12 @@ def executor_of(
 class DirectExecutor(Executor[ModelRunner]):
     """Carries out plans and waits for every result: no token is ever in flight."""
 
-    verifies = True
+    def verifies(self, sample: Sample) -> bool:
+        return True
+
+    def step_seconds(self, rows: int, length: int) -> float:
+        """By estimate, in units of a step of no rows."""
+        return 1 + rows / ROWS_OF_TWICE
 
     @property
     def is_pending(self) -> bool:
@@ -191,26 +233,7 @@ class DirectExecutor(Executor[ModelRunner]):
         columns = drawn.tokens.tolist(), drawn.log_probs.tolist(), truncated, routings
         tokens = [DrawnToken(*row) for row in zip(samples, *columns, strict=True)]
         for sample, its in groupby(tokens, key=lambda token: token.sample):
-            self._accept(sample, its)
-
-    def _accept(self, sample: Sample, tokens: Iterable[DrawnToken]) -> None:
-        """Accept the first of its tokens, and each further one while those before were guessed and
-        did not end the sample: the row that it was drawn from is that of the guess.
-        """
-        draft, sample.draft, accepted = sample.draft, (), 0
-        for place, drawn in enumerate(tokens):
-            if place:
-                if sample.finish_reason is not None or sample.tokens[-1] != draft[place - 1]:
-                    break
-                sample.cached += 1
-                accepted += 1
-            sample.accept(drawn.token_id, drawn.log_prob, self._version, drawn.routing)
-            if drawn.truncated_log_prob is not None:
-                sample.truncated_log_probs.append(drawn.truncated_log_prob)
-        sample.acceptance = rate_after(sample.acceptance, len(draft), accepted)
-        self.stats.generated_tokens += 1 + accepted
-        self.stats.drafted_tokens += len(draft)
-        self.stats.accepted_tokens += accepted
+            self._accept_drawn(sample, its, self._version)
 
 
 def _with_finite(
@@ -242,7 +265,7 @@ def _with_finite(
 class PipelinedExecutor(Executor[PipelineRunner]):
     """Carries out plans, one step ahead of the tokens that it knows."""
 
-    patience = PATIENCE
+    patience, wait_s = PATIENCE, WAIT_S
 
     def __init__(
         self, runner: PipelineRunner, make_runner: Callable[[], PipelineRunner], stats: EngineStats
@@ -254,6 +277,13 @@ class PipelinedExecutor(Executor[PipelineRunner]):
         """The samples that the last ``forward`` decoded."""
         self._is_launched = False
         """Whether the last ``forward`` had anything to compute."""
+
+    def verifies(self, sample: Sample) -> bool:
+        """Where it goes on from a token that the host knows too."""
+        return sample.on_device and sample.in_flight == 0
+
+    def step_seconds(self, rows: int, length: int) -> float:
+        return self.runner.step_seconds(rows, length)
 
     @property
     def is_pending(self) -> bool:
@@ -309,20 +339,21 @@ class PipelinedExecutor(Executor[PipelineRunner]):
         if pending is None:
             return False
         tokens, version = pending
-        for sample, token_id, log_prob, truncated_log_prob, routing in tokens.wait():
+        for sample, its in groupby(tokens.wait(), key=lambda drawn: drawn.sample):
             sample.in_flight -= 1
             if sample.finish_reason is not None:
                 continue  # drawn before it was known that the one before is the last
-            if not isfinite(log_prob):
-                why = f"the drawn token's log-probability is {log_prob}"
+            drawn = list(its)
+            others = [one.log_prob for one in drawn if not isfinite(one.log_prob)]
+            if not others:
+                self._accept_drawn(sample, drawn, version)
+            elif sample.draft:  # a guess may have made its neighbours read a NaN
+                sample.spoil()
+            else:
+                why = f"the drawn token's log-probability is {others[0]}"
                 sample.fail(
                     NonFiniteError(f"{place_of(sample)}: {why}, because logits are NaN or infinite")
                 )
-                continue
-            sample.accept(token_id, log_prob, version, routing)
-            if truncated_log_prob is not None:
-                sample.truncated_log_probs.append(truncated_log_prob)
-            self.stats.generated_tokens += 1
         return True
 
 

@@ -8,6 +8,13 @@ another capture.  Batches are padded up to a captured size; sizes are captured w
 occur, and so are longer contexts, whose attention runs in more parts.  Where a sample has a filter
 (top-k, top-p, min-p), the graph ends with the logits.
 
+Guesses (``isobit.rollout.drafts``) are rows of their own in such a step: to attention the k + 1
+rows of a sample are as many sequences with the same pages, each one token longer than the one
+before, whose K and V are all written before any is read. So a row's kernels, and its bits, are
+those of decoding, a step is captured for a number of rows however they are shared out, and the keys
+of a sample are read once for each of its rows. The device itself counts the guesses that it has
+drawn.
+
 Drawn tokens travel to the host behind the step that made them; ``TokensInFlight`` waits for them.
 
 What the device itself knows of each running sample: its newest token, its length, its pages, its
@@ -33,6 +40,7 @@ from torch import Tensor
 from isobit.kernels import backend as back_ends
 from isobit.kernels.backend import Backend, Captured
 from isobit.kernels.operands import DecodeBatch, Drawn, Draws
+from isobit.memory.cache_size import SPECULATED_ROWS
 from isobit.models.folder import model_needs
 from isobit.models.function import SampledPolicy
 from isobit.parallel.world import Pulse
@@ -130,22 +138,36 @@ class DeviceState:
         self.forget(list(self._slots))
 
     def batch(self, rows: torch.Tensor, max_length: int) -> tuple[torch.Tensor, DecodeBatch]:
-        """The newest tokens int64 [B] of the slots ``rows`` int64 [B], and where their K and V
-        go.
+        """The tokens int64 [B] of rows, and where their K and V go.
+
+        ``rows`` is int64 [1, B]: a slot each, of which the newest token is meant. Where guesses are
+        among them it is [3, B], also the token that is guessed, -1 for the newest, and how many
+        rows of the slot stand before this one.
         """
-        positions, table = self.lengths[rows], self._table[rows]
+        tokens, positions, table = self.tokens[rows[0]], self.lengths[rows[0]], self._table[rows[0]]
+        if len(rows) > 1:
+            tokens, positions = torch.where(rows[1] < 0, tokens, rows[1]), positions + rows[2]
         pages = table.gather(1, (positions // self._page_tokens)[:, None])[:, 0].long()
         slots = pages * self._page_tokens + positions % self._page_tokens
-        return self.tokens[rows], DecodeBatch(
-            positions, slots, table, (positions + 1).int(), max_length
-        )
+        return tokens, DecodeBatch(positions, slots, table, (positions + 1).int(), max_length)
 
     def append(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """``tokens`` int64 [B] were drawn for the slots ``rows``: their predecessors are in the
-        cache now.
+        """``tokens`` int64 [B] were drawn from ``rows``: what precedes them is in the cache now. Of
+        a slot's rows those count whose guess, and each before it, is the token that was drawn from
+        the row before.
         """
-        self.tokens.index_copy_(0, rows, tokens)
-        self.lengths.index_add_(0, rows, self._grows[rows])
+        slots, grown = rows[0], self._grows[rows[0]]
+        newest_of = slots
+        if len(rows) > 1:
+            guesses, places = rows[1], rows[2]
+            index = torch.arange(tokens.numel(), device=tokens.device)
+            wrong = (places > 0) & (guesses != tokens.roll(1))
+            # the last wrong guess up to a row belongs to a sample before its own
+            counts = torch.where(wrong, index, -1).cummax(0).values < index - places
+            is_last = counts & ~(counts & (places > 0)).roll(-1)
+            newest_of, grown = torch.where(is_last, slots, self.padding), grown * counts
+        self.tokens.index_copy_(0, newest_of, tokens)
+        self.lengths.index_add_(0, slots, grown)
 
 
 _SLOW_CAPTURE = 1.0
@@ -154,6 +176,11 @@ _compiled: set[tuple[object, ...]] = set()
 """What this process has captured before, whose kernels it has: a runner that is made again captures
 again, but compiles nothing.
 """
+_measured: dict[tuple[object, ...], tuple[float, float]] = {}
+"""Seconds of captured steps with guesses, of which this process has measured each once."""
+_MEASURED_LENGTH = 8192
+"""The longer of the two lengths at which they are measured, where a sequence may be as long."""
+_REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +254,8 @@ class _StepKey:
     """Whether the draw is left to the host: it ends with the logits."""
     adapter: str | None
     """The adapter whose weights it reads; None for the policy's."""
+    verifies: bool = False
+    """Whether guesses are among the rows."""
 
 
 class GraphRunner:
@@ -245,9 +274,11 @@ class GraphRunner:
         self.page_tokens = self._cache.page_tokens
         max_pages = -(-config.max_positions // self.page_tokens)
         self._state = DeviceState(max_sequences, max_pages, self.page_tokens, num_pages, backend)
-        self._sizes = graph_sizes(max_sequences)
-        self._rows = torch.full((self._sizes[-1],), self._state.padding, device=policy.device)
+        self._sizes, self._verified_sizes = graph_sizes(max_sequences), graph_sizes(SPECULATED_ROWS)
+        widest = max(self._sizes[-1], SPECULATED_ROWS)
+        self._rows = torch.zeros((3, widest), dtype=torch.int64, device=policy.device)
         self._steps: dict[_StepKey, Captured] = {}
+        self._seconds: dict[tuple[int, int], tuple[float, float]] = {}
         self._drawn: list[DrawnFor] = []
 
     @property
@@ -257,25 +288,49 @@ class GraphRunner:
 
     @torch.no_grad()
     def decode(self, samples: Sequence[Sample]) -> None:
-        """Feed each sample's newest token, which the device knows, and draw the next one."""
-        slots = self._state.slots(samples)
-        n, size = len(slots), next(size for size in self._sizes if size >= len(slots))
-        longest = max([sample.length for sample in samples])
-        filtered = truncates(samples)
+        """Feed each sample's newest token, which the device knows, and guesses, which the host
+        knows, and draw the tokens behind them.
+        """
+        columns, longest = [self._state.slots(samples)], max([sample.length for sample in samples])
+        verifies = any(sample.draft for sample in samples)
+        if verifies:
+            longest = max([sample.length + len(sample.draft) for sample in samples])
+            samples, columns = _with_guesses(samples, columns[0])
+        n, sizes = len(samples), self._verified_sizes if verifies else self._sizes
+        size, filtered = next(size for size in sizes if size >= n), truncates(samples)
         reach, adapter = self._backend.reach(longest), samples[0].adapter
-        step = self._captured(_StepKey(size, reach, filtered, adapter))
-        padded = torch.tensor(slots + [self._state.padding] * (size - n))
-        self._rows[:size].copy_(self._backend.to_device(padded))
+        step = self._captured(_StepKey(size, reach, filtered, adapter, verifies))
+        rows = self._rows[: len(columns), :size]
+        padding = (self._state.padding, -1, 0)
+        padded = [own + [pad] * (size - n) for own, pad in zip(columns, padding, strict=False)]
+        rows.copy_(self._backend.to_device(torch.tensor(padded)))
         outputs = step.replay()
         if filtered:
             drawn = self._draw(outputs[0][:n], range(n), samples)
-            self._state.append(self._rows[:n], drawn.tokens)
+            self._state.append(rows[:, :n], drawn.tokens)
             routings = outputs[1:]
         else:
             # the next replay overwrites them
             drawn = Drawn(*(output[:n].clone() for output in outputs[:2]))
             routings = outputs[2:]
         self._drawn.append(DrawnFor(samples, drawn, routings[0][:n].clone() if routings else None))
+
+    @torch.no_grad()
+    def step_seconds(self, rows: int, length: int) -> float:
+        """Measured when a step of this size is first asked about, between the times of two lengths
+        on a straight line.
+        """
+        size = next(size for size in self._verified_sizes if size >= rows)
+        reach = self._backend.reach(length)
+        if (size, reach) not in self._seconds:
+            key = _StepKey(size, reach, False, None, verifies=True)
+            ranks = self._policy.weights("rollout").tensor_parallel.world.size
+            name = (self._policy.config, self._policy.flow, key, ranks)
+            if name not in _measured:
+                _measured[name] = self._measure(key)
+            self._seconds[size, reach] = _measured[name]
+        short, per_token = self._seconds[size, reach]
+        return short + per_token * length
 
     @torch.no_grad()
     def prefill(self, plan: Plan) -> States:
@@ -346,10 +401,42 @@ class GraphRunner:
             _compiled.add(kernels)
         return self._steps[key]
 
+    def _measure(self, key: _StepKey) -> tuple[float, float]:
+        """Seconds of a captured step over padding, and what each token of a sequence adds. The rows
+        have other tokens, so that these go to other experts. Of ranks that share the engine the
+        slowest counts, so that all guess alike.
+        """
+        step, config, state = self._captured(key), self._policy.config, self._state
+        tokens = torch.arange(key.size, device=self._rows.device) * 7919 % config.vocab_size
+        self._padded(key)[1].copy_(tokens)
+        furthest = min(_MEASURED_LENGTH, key.reach, config.max_positions) - 1
+        seconds = list[float]()
+        for length in (0, furthest):
+            state.lengths[state.padding] = length
+            step.replay()
+            tries = list[float]()
+            for _ in range(_REPEATS):
+                self._backend.synchronize()
+                began = perf_counter()
+                step.replay()
+                self._backend.synchronize()
+                tries.append(perf_counter() - began)
+            seconds.append(min(tries))
+        state.lengths[state.padding] = 0
+        world = self._policy.weights("rollout").tensor_parallel.world
+        short, long = map(max, zip(*world.all_gather(seconds), strict=True))
+        return short, max(0.0, long - short) / max(1, furthest)
+
+    def _padded(self, key: _StepKey) -> Tensor:
+        """The rows of a step, of padding alone."""
+        rows = self._rows[: 3 if key.verifies else 1, : key.size]
+        for row, padding in zip(rows, (self._state.padding, -1, 0), strict=False):
+            row.fill_(padding)
+        return rows
+
     def _capture(self, key: _StepKey) -> Captured:
         """The step over padding alone, captured."""
-        rows = self._rows[: key.size]
-        rows.fill_(self._state.padding)
+        rows = self._padded(key)
         beside = next(iter(self._steps.values()), None)
         return self._backend.capture(lambda: self._step(rows, key), beside)
 
@@ -362,12 +449,26 @@ class GraphRunner:
         routings = () if states.routings is None else (states.routings,)
         if key.filtered:
             return logits, *routings
-        index = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device)
-        temperatures, keys = self._state.temperatures[rows], self._state.keys[rows]
+        index = torch.arange(key.size, dtype=torch.int32, device=rows.device)
+        temperatures, keys = self._state.temperatures[rows[0]], self._state.keys[rows[0]]
         draws = Draws(index, temperatures, keys, batch.positions + 1)
         drawn = self._backend.draw(logits, draws)
         self._state.append(rows, drawn.tokens)
         return drawn.tokens, drawn.log_probs, *routings
+
+
+def _with_guesses(
+    samples: Sequence[Sample], slots: Sequence[int]
+) -> tuple[list[Sample], list[list[int]]]:
+    """The sample of each row, and the rows as ``DeviceState.batch`` reads them."""
+    rows, of_rows, guesses, places = list[Sample](), list[int](), list[int](), list[int]()
+    for sample, slot in zip(samples, slots, strict=True):
+        count = 1 + len(sample.draft)
+        rows += [sample] * count
+        of_rows += [slot] * count
+        guesses += [-1, *sample.draft]
+        places += range(count)
+    return rows, [of_rows, guesses, places]
 
 
 @cache

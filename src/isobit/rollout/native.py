@@ -52,7 +52,6 @@ from isobit.rollout.runner import ModelRunner, PipelineRunner, PolicyRunner
 from isobit.rollout.scheduler import Scheduler
 from isobit.rollout.sequence import Sample, SharedPrompt
 from isobit.util.errors import DataError, IsobitError, RequestError
-from isobit.util.terminal import say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,8 +112,8 @@ class NativeEngine:
             self._executor.runner.page_tokens,
             tokenizer is not None,
         )
-        self._speculation, self._lengths = config.speculation, AnswerLengths()
-        self._drafter = self._drafter_of(config.speculation)
+        self._lengths, most = AnswerLengths(), config.speculation
+        self._drafter = Drafter(most, self._executor) if most else None
         self._allocator, self._scheduler = self._empty_cache()
 
     @property
@@ -148,12 +147,8 @@ class NativeEngine:
         return self._scheduler.has_room
 
     def figures(self) -> dict[str, Any]:
-        """The pages of the cache and their tokens, and whether tokens are guessed that were to
-        be.
-        """
-        limits = self._limits
-        figures = {"kv_pages": limits.num_pages, "page_tokens": limits.page_tokens}
-        return figures | ({"speculates": self._drafter is not None} if self._speculation else {})
+        """The pages of the cache and their tokens."""
+        return {"kv_pages": self._limits.num_pages, "page_tokens": self._limits.page_tokens}
 
     def notes(self) -> list[str]:
         """None: it reads what is published where it is."""
@@ -204,6 +199,9 @@ class NativeEngine:
         if self._live:
             with self._all_or_nothing():
                 self._notice_weights()
+                if self._executor.is_pending and self._scheduler.wants_tokens:
+                    self._executor.settle()
+                    self._scheduler.remove_finished()
                 if not self._scheduler.is_done:
                     self._step()
                 self._settle_if_done()
@@ -321,15 +319,6 @@ class NativeEngine:
         self._scheduler.add(self._live.values())
         if (memory := self._policy.backend.memory) is not None:
             memory.release_cached()
-
-    def _drafter_of(self, most: int) -> Drafter | None:
-        """What guesses up to ``most`` tokens at once, if anything."""
-        if most and not self._executor.verifies:
-            say(
-                f"isobit: rollout.speculation = {most} is not used: on this device a decode step "
-                "is captured with one row a sequence, and guesses are not verified yet"
-            )
-        return Drafter(most) if most and self._executor.verifies else None
 
     def _check_adapters(self, requests: Iterable[Request]) -> None:
         for request in requests:

@@ -151,9 +151,14 @@ class PipelineRunner(Protocol):
         ...
 
     def decode(self, samples: Sequence[Sample]) -> None:
-        """Put each sample's newest token, drawn here, through the model, and draw the next one; all
-        have one adapter.
+        """Put each sample's newest token, drawn here, and its guesses through the model, and draw a
+        token from each of these rows; all have one adapter. A sample goes on from the token behind
+        its last guess that was drawn; there are guesses only where no token is in flight.
         """
+        ...
+
+    def step_seconds(self, rows: int, length: int) -> float:
+        """As in ``isobit.rollout.drafts.StepTimes``, with guesses among the rows."""
         ...
 
     def prefill(self, plan: Plan) -> States:

@@ -85,6 +85,10 @@ class PlanExecutor(Protocol):
         """These samples have ended, or have lost their pages."""
         ...
 
+    def verifies(self, sample: Sample) -> bool:
+        """Whether the next forward can draw from rows of guesses behind a decoding sample."""
+        ...
+
 
 class Scheduler:
     """The queue, the running samples and their pages.
@@ -147,6 +151,16 @@ class Scheduler:
             seen.add(prompt)
             wanted += pages_for(sample.length + 1) - pages_for(prompt.length) + 1
         return wanted < self._allocator.num_free
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether tokens in flight are to be known before the next plan: how many of a step with
+        guesses will count nobody else knows, and guesses stand behind known tokens.
+        """
+        return self._drafter is not None and (
+            any(sample.draft for sample in self.running)
+            or self._drafter.is_worth_waiting(self.running)
+        )
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Put samples at the end of the line, or behind those who wait for the same prompt."""
@@ -380,14 +394,20 @@ class Scheduler:
         """
         if self._drafter is None:
             return
-        most = self._drafter.most_drafted(len(decoding))
-        for place, sample in enumerate(decoding):
-            # the last token that a sample may have is drawn from the row before it
-            count = min(most, budget, sample.max_length - sample.length - 1)
+        # the last token that a sample may have is drawn from the row before it
+        rooms = {
+            place: min(budget, sample.max_length - sample.length - 1)
+            for place, sample in enumerate(decoding)
+            if self._executor.verifies(sample)
+        }
+        samples = [decoding[place] for place in rooms]
+        drafts = self._drafter.drafts(samples, list(rooms.values()), decoding)
+        for place, sample, draft in zip(rooms, samples, drafts, strict=True):
+            count = min(len(draft), budget)
             if count > 0 and (count := self._reserve_behind(sample, count)):
-                sample.draft = self._drafter.draft(sample, count)
-                plan[place] = sample, 1 + len(sample.draft)
-                budget -= len(sample.draft)
+                sample.draft = draft[:count]
+                plan[place] = sample, 1 + count
+                budget -= count
 
     def _reserve_behind(self, sample: Sample, count: int) -> int:
         """Of so many places behind a running sample's tokens, those that have a page of its own; it

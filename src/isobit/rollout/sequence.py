@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 _INCOMPLETE = "\ufffd"
 FIRST_RATE = 0.6
-"""The rate at which guesses are accepted, of a sample that has had none (``rollout.drafts``)."""
+"""The rates at which a sample's tokens are foretold, and rightly, before it has any
+(``rollout.drafts``).
+"""
 
 
 def decode(
@@ -279,6 +281,7 @@ class Sample(CachedTokens):
         "drawn",
         "failure",
         "finish_reason",
+        "foretold",
         "given",
         "handle",
         "heat",
@@ -312,8 +315,10 @@ class Sample(CachedTokens):
         self.heat = 0
         """Samples of a lower one start before it; 0 for those that have started before."""
         self.noted = len(prompt.tokens)
+        self.foretold = FIRST_RATE
+        """The rate at which a guess of its next token could be made."""
         self.acceptance = FIRST_RATE
-        """The rate at which guesses are accepted."""
+        """The rate at which such guesses are right."""
         self.is_spoilt = False
         """Whether its K and V are to be computed again, without guesses from then on."""
         self.in_flight = 0
