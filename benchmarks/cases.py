@@ -53,13 +53,12 @@ ROLLOUT_CASES = {
 }
 MODES = (
     "bf16", "fp8-linear", "fp8", "fp8-int8-attention", "int8-linear", "int8", "int8-head",
-    "int8-backward", "int8-wgrad",
+    "int8-forward",
 )  # fmt: skip
-"""Presets, and flows with options: ``fp8`` with attention in INT8; ``int8`` with lm_head, with
-DGrad and WGrad, as by default (rows of ``int8`` before 2026-11-28 have DGrad in FP8 and WGrad in
-BF16), and with WGrad alone.
+"""Presets, and flows with options: ``fp8`` with attention in INT8; ``int8`` with lm_head, and with
+DGrad in FP8 and WGrad in BF16, as rows of ``int8`` before 2026-11-28 have it.
 """
-INT8_ATTENTION = ("fp8-int8-attention", "int8", "int8-head", "int8-backward", "int8-wgrad")
+INT8_ATTENTION = ("fp8-int8-attention", "int8", "int8-head", "int8-forward")
 """Modes whose attention and KV cache are in INT8."""
 MAX_SEQUENCES = 256
 WARM_UP_TOKENS = 16
@@ -74,8 +73,7 @@ def precision_of(mode: str) -> PrecisionConfig:
     with_options = {
         "fp8-int8-attention": {"preset": "fp8", "attention": "int8"},
         "int8-head": {"preset": "int8", "head": "int8"},
-        "int8-backward": {"preset": "int8", "dgrad": "int8", "wgrad": "int8"},
-        "int8-wgrad": {"preset": "int8", "dgrad": "fp8"},
+        "int8-forward": {"preset": "int8", "dgrad": "fp8", "wgrad": "bf16"},
     }
     return PrecisionConfig.model_validate(with_options.get(mode, mode))
 
