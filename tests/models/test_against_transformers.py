@@ -31,7 +31,7 @@ from tests.suites import examples
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-DENSE: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+DENSE: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite")
 MIXTURES: tuple[Family, ...] = ("mixtral", "qwen3_moe")
 ORIGINAL, LENGTHS = 32, (70, 3)
 """The context before any stretch, and the lengths of the packed sequences."""
@@ -90,6 +90,11 @@ def configurations(draw: st.DrawFn, families: Sequence[Family]) -> "PreTrainedCo
         values["no_rope_layers"] = draw(st.sampled_from([None, [0, 1], [1, 0], [0, 0]]))
         values["no_rope_layer_interval"] = draw(st.integers(1, 3))
         values["pad_token_id"] = None
+    if family == "granite":
+        values["embedding_multiplier"] = draw(st.sampled_from([1.0, 0.3, 12.0]))
+        values["attention_multiplier"] = draw(st.sampled_from([1.0, 0.015625, 0.4]))
+        values["residual_multiplier"] = draw(st.sampled_from([1.0, 0.22, 1.7]))
+        values["logits_scaling"] = draw(st.sampled_from([1.0, 0.7, 16.0]))
     return AutoConfig.for_model(family, **values)
 
 

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from isobit.config.model_shape import MIXTURES, WINDOWED, Family, ModelShape
-from isobit.models.config import SHAPES, Experts, ModelConfig, model_shape
+from isobit.models.config import SHAPES, Experts, ModelConfig, Multipliers, model_shape
 from isobit.models.decoder import master_shapes
 from isobit.models.families import FAMILIES, FEATURES
 from isobit.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
@@ -56,6 +56,13 @@ def partly_turned(family: Family) -> list[ModelConfig]:
     return [make_config(family, no_rope_layers=layers) for layers in ((), (0, 2), (0, 1, 2))]
 
 
+def multiplied(family: Family) -> list[ModelConfig]:
+    """A configuration with other multipliers, where a family has them."""
+    if "attention_multiplier" not in FAMILIES[family].computes:
+        return []
+    return [make_config(family, multipliers=Multipliers(12.0, 0.03, 0.22, 16.0))]
+
+
 def windowed(family: Family) -> list[ModelConfig]:
     """Configurations with the windows that a family can have."""
     windows = FAMILIES[family].windows
@@ -79,6 +86,7 @@ def test_round_trip_here_and_through_transformers(family: Family, tmp_path: Path
         make_config(family, tied_embeddings=True),
         *windowed(family),
         *partly_turned(family),
+        *multiplied(family),
     ]:
         assert ModelConfig.from_hf(config.to_hf(), "ours") == config
         again = written_by_transformers(config, tmp_path)
@@ -121,6 +129,7 @@ def test_keys_that_are_missing_are_what_transformers_takes() -> None:
         del bare[key]
     assert ModelConfig.from_hf(bare, "config.json").rope_theta == 1e6
     assert read("smollm3", no_rope_layers=None).no_rope_layers == ()
+    assert read("granite", without="attention_multiplier").multipliers == Multipliers(1.0, 1.0)
     assert read("smollm3", num_hidden_layers=9, no_rope_layers=None).no_rope_layers == (3, 7)
 
 
@@ -222,6 +231,16 @@ PUBLISHED: dict[str, str] = {
         "rope_theta": 5000000.0, "sliding_window": null, "torch_dtype": "bfloat16",
         "transformers_version": "4.54.0.dev0", "use_cache": false, "use_sliding_window": false,
         "vocab_size": 128256}""",
+    "granite-3.3-2b": """{"architectures": ["GraniteForCausalLM"], "attention_bias": false,
+        "attention_dropout": 0.0, "attention_multiplier": 0.015625, "bos_token_id": 0,
+        "embedding_multiplier": 12.0, "eos_token_id": 0, "hidden_act": "silu",
+        "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192,
+        "logits_scaling": 8.0, "max_position_embeddings": 131072, "mlp_bias": false,
+        "model_type": "granite", "num_attention_heads": 32, "num_hidden_layers": 40,
+        "num_key_value_heads": 8, "pad_token_id": 0, "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000000.0,
+        "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+        "transformers_version": "4.49.0", "use_cache": true, "vocab_size": 49159}""",
     "mixtral-8x7b": """{"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0,
         "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096,
         "initializer_range": 0.02, "intermediate_size": 14336,
@@ -297,6 +316,9 @@ def test_what_is_harmless_is_ignored() -> None:
         ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers = .*expected a 0 or 1"),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "_interval = 0"),
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window = True"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier = 0 .*a number from 1e-06"),
+        ("granite", {"attention_bias": True}, "attention_bias = True"),
+        ("granite", {"shared_intermediate_size": 64}, "shared_intermediate_size = 64"),
         ("llama", {"residual_multiplier": 0.22}, "residual_multiplier = 0.22"),
         ("llama", {"query_pre_attn_scalar": 256}, "query_pre_attn_scalar = 256"),
     ],
@@ -369,7 +391,7 @@ PARAMETERS = {
     "qwen2.5-7b": 7_615_616_512, "qwen3-32b": 32_762_123_264, "smollm2-135m": 134_515_008,
     "smollm2-360m": 361_821_120, "llama-3.2-1b": 1_235_814_400, "llama-3.1-8b": 8_030_261_248,
     "mistral-7b": 7_241_732_096, "qwen3-30b-a3b": 30_532_122_624, "mixtral-8x7b": 46_702_792_704,
-    "smollm3-3b": 3_075_098_624, "qwen2.5-32b": 32_763_876_352,
+    "smollm3-3b": 3_075_098_624, "granite-3.3-2b": 2_533_539_840, "qwen2.5-32b": 32_763_876_352,
     "llama-3.1-70b": 70_553_706_496,
     "moe-2.7b": 2_715_883_520,  # of no checkpoint
 }  # fmt: skip
@@ -382,6 +404,12 @@ def test_has_as_many_parameters_as_the_checkpoint(name: str):
     shapes = master_shapes(config).values()
     assert sum(math.prod(shape) for shape in shapes) == PARAMETERS[name]
     assert ModelConfig.from_hf(config.to_hf(), name) == config
+
+
+def test_a_family_without_reward_models_is_refused_as_one() -> None:
+    for family in ("granite", "mixtral"):
+        with pytest.raises(ModelError, match=f"a {family} model cannot give scores"):
+            make_config(family, score_head=True)
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from isobit.config.base import Strict
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "smollm3", "qwen3_moe", "mixtral"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "qwen3_moe", "mixtral"]
 """The ``model_type`` of a Hugging Face ``config.json``."""
 MIXTURES: tuple[Family, ...] = ("qwen3_moe", "mixtral")
 """Families with experts."""

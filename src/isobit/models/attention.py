@@ -56,7 +56,7 @@ class Attention:
             f"{path}.input_norm",
             hidden,
             f"model.{path}.input_layernorm.weight",
-            config.rms_epsilon,
+            config.stream_epsilon,
             residual=f"layers.{layer - 1}.mlp_residual",
             linear=f"{path}.qkv_proj",
             is_frozen=config.lora is not None,

@@ -23,13 +23,7 @@ from isobit.config.model_shape import (
     Family,
 )
 from isobit.models.config_fields import ConfigFields, is_neutral
-from isobit.models.families import (
-    ARCHITECTURES,
-    FAMILIES,
-    FEATURES,
-    NO_ROPE_KEYS,
-    REWARD_ARCHITECTURES,
-)
+from isobit.models.families import ARCHITECTURES, FAMILIES, FEATURES, REWARD_ARCHITECTURES
 from isobit.models.rope import Llama3Scaling, RopeScaling, read_rope, rope_json
 from isobit.util.errors import ConfigError, ModelError
 
@@ -51,6 +45,20 @@ class Experts:
     """Whether the weights of a token's experts are scaled to sum to 1."""
     dense_layers: tuple[int, ...] = ()
     """Layers that have an ordinary MLP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """The factors by which Granite scales a decoder:
+
+    h = embedding * table[ids]      h = h + residual * x      logits / logits_scaling
+    scores = attention * q . k      None: 1 / sqrt(head_dim), as in other families
+    """
+
+    embedding: float = 1.0
+    attention: float | None = None
+    residual: float = 1.0
+    logits_scaling: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +114,7 @@ class ModelConfig:
     """The number of first layers without a window."""
     no_rope_layers: tuple[int, ...] = ()
     """Layers whose queries and keys are not turned by their positions."""
+    multipliers: Multipliers = Multipliers()
     tokenizer_size: int | None = None
     """The number of lm_head's first rows that are tokens of the tokenizer, where there are more
     rows: the others are left out of the distribution. None: every row is in it.
@@ -125,6 +134,11 @@ class ModelConfig:
             raise ModelError(
                 f"head size {self.head_dim} is not supported: it must be even and at most "
                 f"{MAX_HEAD_DIM}"
+            )
+        if self.score_head and FAMILIES[self.family].reward_architecture is None:
+            raise ModelError(
+                f"a {self.family} model cannot give scores: transformers has no class for its "
+                "reward models; take a model of another family"
             )
         if self.experts is not None and self.experts.top_k > self.experts.count:
             raise ModelError(
@@ -172,6 +186,28 @@ class ModelConfig:
         """The factor of the cosines and sines of rotary positions."""
         return 1.0 if self.rope_scaling is None else self.rope_scaling.attention_scaling
 
+    @property
+    def rotary_scale(self) -> float:
+        """``attention_scaling`` times what makes the scores of attention those of
+        ``multipliers.attention``: both Q and K have it, and the scores its square.
+        """
+        wanted = self.multipliers.attention
+        return self.attention_scaling * (
+            1.0 if wanted is None else math.sqrt(wanted * math.sqrt(self.head_dim))
+        )
+
+    @property
+    def embedding_scale(self) -> float:
+        """The factor of the embedding in a residual stream of 1 / ``multipliers.residual`` times
+        the size, to which every x is added as it is.
+        """
+        return self.multipliers.embedding / self.multipliers.residual
+
+    @property
+    def stream_epsilon(self) -> float:
+        """``rms_epsilon`` of the norms of that stream."""
+        return self.rms_epsilon / self.multipliers.residual**2
+
     def window(self, layer: int) -> int | None:
         """The number of keys that a layer's query sees, including its own; None: all before it."""
         return self.sliding_window if layer >= self.full_layers else None
@@ -217,6 +253,8 @@ class ModelConfig:
         }
         values |= _read_window(fields, family, layers)
         values["no_rope_layers"] = _read_no_rope(fields, family, layers)
+        if "attention_multiplier" in FAMILIES[family].computes:
+            values["multipliers"] = _read_multipliers(fields, values["head_dim"])
         try:
             return cls(**values)
         except ModelError as error:
@@ -247,6 +285,7 @@ class ModelConfig:
             **rope_json(self.rope_theta, self.rope_scaling),
             **self._window_json(),
             **self._no_rope_json(),
+            **self._multipliers_json(),
             **self._experts_json(),
             "dtype": "bfloat16",
         }
@@ -266,6 +305,18 @@ class ModelConfig:
         rotary = [int(layer not in self.no_rope_layers) for layer in range(self.num_layers)]
         # a missing id is 128,004 to transformers, perhaps beyond the vocabulary
         return {"no_rope_layers": rotary, "pad_token_id": self.pad_token_id}
+
+    def _multipliers_json(self) -> dict[str, Any]:
+        if "attention_multiplier" not in FAMILIES[self.family].computes:
+            return {}
+        factors = self.multipliers
+        plain = self.head_dim**-0.5
+        return {
+            "embedding_multiplier": factors.embedding,
+            "attention_multiplier": plain if factors.attention is None else factors.attention,
+            "residual_multiplier": factors.residual,
+            "logits_scaling": factors.logits_scaling,
+        }
 
     def _experts_json(self) -> dict[str, Any]:
         experts, keys = self.experts, FAMILIES[self.family].experts
@@ -330,9 +381,8 @@ def _refuse_unsupported(fields: ConfigFields, family: Family) -> None:
         raise fields.refusal("attention_bias")
     if fields.has("quantization_config"):
         raise fields.refusal("quantization_config")
-    computed = () if FAMILIES[family].default_no_rope_interval is None else NO_ROPE_KEYS
     for key, neutral in FEATURES.items():
-        if key not in computed and not is_neutral(fields.values.get(key), neutral):
+        if key not in FAMILIES[family].computes and not is_neutral(fields.values.get(key), neutral):
             raise fields.refusal(key)
 
 
@@ -391,6 +441,12 @@ def _read_no_rope(fields: ConfigFields, family: Family, layers: int) -> tuple[in
     if len(rotary) < layers or not {*rotary} <= {0, 1}:
         raise fields.refusal("no_rope_layers", f"expected a 0 or 1 for each of {layers} layers")
     return tuple(layer for layer in range(layers) if not rotary[layer])
+
+
+def _read_multipliers(fields: ConfigFields, head_dim: int) -> Multipliers:
+    names = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
+    embedding, attention, *others = (fields.number(name, 1e-6, 1e6, 1.0) for name in names)
+    return Multipliers(embedding, None if attention == head_dim**-0.5 else attention, *others)
 
 
 def _read_experts(fields: ConfigFields, family: Family, layers: int) -> Experts | None:
@@ -478,6 +534,11 @@ SHAPES: dict[str, ModelConfig] = {
         *("smollm3", 128256, 2048, 11008, 36, 16, 4, 128, 65536, 1e-6, 5e6),
         tied_embeddings=True,
         no_rope_layers=no_rope_layers(4, 36),
+    ),
+    "granite-3.3-2b": ModelConfig(
+        *("granite", 49159, 2048, 8192, 40, 32, 8, 64, 131072, 1e-5, 1e7),
+        tied_embeddings=True,
+        multipliers=Multipliers(12.0, 0.015625, 0.22, 8.0),
     ),
     "qwen3-30b-a3b": ModelConfig(
         *("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 128, 40960, 1e-6, 1e6),

@@ -44,6 +44,8 @@ class Traits:
     """The layers that a sliding window applies to, if config.json enables one."""
     default_window: int | None = None
     default_tied: bool = False
+    computes: tuple[str, ...] = ()
+    """Those of ``FEATURES`` that the family has."""
     default_no_rope_interval: int | None = None
     """Every layer with a number that this divides has no rotary positions, if config.json does not
     say which; None: all layers of the family have them.
@@ -74,7 +76,18 @@ FAMILIES: dict[Family, Traits] = {
         "SmolLM3ForSequenceClassification",
         default_rope_theta=2e6,
         default_tied=True,
+        computes=("no_rope_layers", "no_rope_layer_interval"),
         default_no_rope_interval=4,
+    ),
+    "granite": Traits(
+        "GraniteForCausalLM",
+        None,
+        computes=(
+            "embedding_multiplier",
+            "attention_multiplier",
+            "residual_multiplier",
+            "logits_scaling",
+        ),
     ),
     "qwen3_moe": Traits(
         "Qwen3MoeForCausalLM",
@@ -137,6 +150,3 @@ FEATURES: dict[str, tuple[Any, ...]] = {
 null and false) that do not. A folder that asks for one is refused, even if stock transformers reads
 it as one of our families: what its author meant is not what we compute.
 """
-
-NO_ROPE_KEYS = "no_rope_layers", "no_rope_layer_interval"
-"""Those of ``FEATURES`` that a family with layers without rotary positions does compute."""

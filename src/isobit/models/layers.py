@@ -364,6 +364,8 @@ class Norm:
     linear: str | None = None
     """The linear that reads y; None for the last norm, which lm_head reads."""
     is_frozen: bool = False
+    scale: float = 1.0
+    """The factor of the last norm's output."""
 
     def masters(self) -> dict[str, Master]:
         return {f"{self.path}.weight": norm_master(self.width, self.checkpoint_name)}
@@ -392,7 +394,7 @@ class Norm:
         """h and x [T, C] -> the residual stream, and its norm [T, C]."""
         h, norm, _ = self._forward(weights, h, x, save=False)
         assert norm is not None
-        return h, norm
+        return h, norm if self.scale == 1 else norm.mul_(self.scale)
 
     def _forward(
         self,
@@ -421,6 +423,6 @@ class Norm:
     ) -> torch.Tensor:
         """d_residual + the gradient through the norm, [T, C]."""
         name = f"{self.path}.weight"
-        weight = weights.plain[name]
+        weight, dy = weights.plain[name], dy if self.scale == 1 else dy * self.scale
         grad = None if self.is_frozen else gradient(name)
         return weights.backend.rms_norm_backward(dy, h, weight, self.epsilon, d_residual, grad)

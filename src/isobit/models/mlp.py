@@ -119,7 +119,7 @@ def _norm(config: ModelConfig, path: str, linear: str) -> Norm:
         f"{path}.post_attention_norm",
         config.hidden_size,
         f"model.{path}.post_attention_layernorm.weight",
-        config.rms_epsilon,
+        config.stream_epsilon,
         residual=f"{path}.attention_residual",
         linear=linear,
         is_frozen=config.lora is not None,

@@ -63,7 +63,7 @@ class PublishedWeights:
 
     def __init__(self, config: ModelConfig, flow: PrecisionFlow, backend: Backend) -> None:
         frequencies = inverse_frequencies(config)
-        rope = RopeTable.build(frequencies, config.max_positions, config.attention_scaling)
+        rope = RopeTable.build(frequencies, config.max_positions, config.rotary_scale)
         rope = rope.with_unturned() if config.no_rope_layers else rope
         rope, decoder = rope.to(backend.device), build_decoder(config)
         self.sides: dict[Side, Weights] = {
