@@ -135,7 +135,8 @@ def test_a_flow_without_fp8_is_refused(preset: str, why: str) -> None:
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "qwen3_moe", "mixtral"]
+    "family",
+    ["llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "phi3", "qwen3_moe", "mixtral"],
 )
 @pytest.mark.parametrize("config", [WHOLE, NARROW_KEYS], ids=["whole", "narrow keys"])
 def test_transformers_loads_it_and_computes_what_we_do(

@@ -408,9 +408,12 @@ class RopeTable:
 
     @classmethod
     def build(
-        cls, inverse_frequencies: torch.Tensor, positions: int, attention_scaling: float = 1.0
+        cls,
+        inverse_frequencies: torch.Tensor,
+        positions: int,
+        attention_scaling: torch.Tensor | float = 1.0,
     ) -> "RopeTable":
-        """Make the table from FP64 inverse frequencies [D/2] and the factor of cos and sin."""
+        """Make the table from FP64 inverse frequencies [D/2] and the factors of cos and sin."""
         cos, sin = torch.empty(2, positions, len(inverse_frequencies), dtype=torch.float32).unbind()
         for first in range(0, positions, _ROWS):
             places = torch.arange(first, min(first + _ROWS, positions), dtype=torch.float64)

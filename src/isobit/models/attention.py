@@ -64,7 +64,12 @@ class Attention:
         checkpoint = f"model.{path}.self_attn"
         self._qkv = Linear(
             f"{path}.qkv_proj",
-            LinearShape({"q_proj": queries, "k_proj": keys, "v_proj": keys}, hidden),
+            LinearShape(
+                {"qkv_proj": queries + 2 * keys}
+                if config.is_fused
+                else {"q_proj": queries, "k_proj": keys, "v_proj": keys},
+                hidden,
+            ),
             checkpoint,
             has_bias=config.qkv_bias,
             lora=config.lora,
@@ -99,7 +104,7 @@ class Attention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """h and x [T, C] -> the residual stream, and what is to be added to it."""
         h, a = self._norm.forward(weights, h, x, self._qkv.saves(save=False))
-        qkv = self._qkv.forward(weights, a)
+        qkv = self._paired(self._qkv.forward(weights, a))
         out = attend(self._layer, qkv, self._transform(weights))
         observe(out, "layers", self._layer, "attention")
         split = weights.tensor_parallel
@@ -112,6 +117,7 @@ class Attention:
         """The same bits, and what the backward reads."""
         h, a = self._norm.forward(weights, h, x, self._qkv.saves(save=True))
         qkv, normed = self._qkv.saving_forward(weights, a)
+        qkv = self._paired(qkv)
         out, attended = attend.attend(self._layer, qkv, self._transform(weights))
         observe(out, "layers", self._layer, "attention")
         made = self._out.input(weights, out, self._out.saves(save=True))
@@ -137,8 +143,24 @@ class Attention:
             positions,
             self._gradients(gradient),
         )
+        d_qkv = self._paired(d_qkv, back=True)
         d_a = self._qkv.backward(weights, gradient, d_qkv, saved.normed)
         return self._norm.backward(weights, gradient, d_a, saved.h, d)
+
+    def _paired(self, qkv: torch.Tensor, back: bool = False) -> torch.Tensor:
+        """Where positions turn the first elements of heads only, put them where the rotation of
+        whole heads finds its pairs: (a1 a2 b1 b2) -> (a1 b1 a2 b2), with the halves a1, a2 of what
+        is turned, in Q and in K, so that q . k stays. In place, [T, (H + 2 G) D]; or ``back``.
+        """
+        dim, turned = self._config.head_dim, self._config.rotary_size // 2
+        if 2 * turned == dim:
+            return qkv
+        rotated = qkv.shape[1] * (self._shape.num_heads + self._shape.num_kv_heads)
+        rotated //= self._shape.num_heads + 2 * self._shape.num_kv_heads
+        heads = qkv[:, :rotated].unflatten(1, (-1, dim))
+        middle, other = heads[..., turned : turned + dim // 2], dim // 2 - turned
+        middle.copy_(middle.roll(-other if back else other, -1))
+        return qkv
 
     def bytes(self, sizes: Sizes, graph: Graph) -> UnitBytes:
         config = self._config
@@ -153,6 +175,7 @@ class Attention:
         keys = a * shape.num_kv_heads * shape.head_dim
         saved = stream + self._qkv.saved_bytes(sizes, graph) + qkv + encoded
         read = self._qkv.read_bytes(sizes, graph)
+        moved = qkv // 2 if config.rotary_size < config.head_dim else 0
         linears = self._qkv, self._out
         adapter = max(linear.adapter_bytes(graph) for linear in linears)
         adapter_gradients = max(linear.adapter_bytes(graph, backward=True) for linear in linears)
@@ -161,7 +184,7 @@ class Attention:
             input=stream,
             read=read,
             kept=adapter,
-            made=(read or stream) + encoded + adapter,
+            made=(read or stream) + max(encoded, moved) + adapter,
             gradients=adapter_gradients
             + stream
             + max(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from isobit.config.lora import LoraConfig
 from isobit.config.model_shape import (
@@ -36,7 +37,7 @@ from isobit.models.family_keys import (
     refuse_labels,
     refuse_unsupported,
 )
-from isobit.models.rope import Llama3Scaling, RopeScaling, read_rope, rope_json
+from isobit.models.rope import Llama3Scaling, LongRopeScaling, RopeScaling, read_rope, rope_json
 from isobit.util.errors import ConfigError, ModelError
 
 MAX_HEAD_DIM = 256
@@ -80,6 +81,8 @@ class ModelConfig:
     rope_theta: float
     tied_embeddings: bool
     rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0
+    """The share of a head, its first elements, that is turned by positions."""
     experts: Experts | None = None
     score_head: bool = False
     """Whether it is a reward model, with one score instead of lm_head's logits."""
@@ -128,6 +131,11 @@ class ModelConfig:
             )
 
     def _check_lora(self, lora: "Lora") -> None:
+        if self.is_fused:
+            raise ModelError(
+                f"LoRA does not train a {self.family} model, whose q, k and v are one matrix, and "
+                "gate and up another; leave [lora] out, or take a model of another family"
+            )
         if self.experts is not None:
             raise ModelError(
                 f"LoRA does not train a {self.family} model: adapters of a mixture of experts are "
@@ -168,14 +176,14 @@ class ModelConfig:
         return 1.0 if self.rope_scaling is None else self.rope_scaling.attention_scaling
 
     @property
-    def rotary_scale(self) -> float:
-        """``attention_scaling`` times what makes the scores of attention those of
-        ``multipliers.attention``: both Q and K have it, and the scores its square.
-        """
-        wanted = self.multipliers.attention
-        return self.attention_scaling * (
-            1.0 if wanted is None else math.sqrt(wanted * math.sqrt(self.head_dim))
-        )
+    def rotary_size(self) -> int:
+        """The elements of a head that are turned by positions."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether checkpoints have q, k and v as one matrix, and gate and up."""
+        return FAMILIES[self.family].is_fused
 
     @property
     def embedding_scale(self) -> float:
@@ -210,7 +218,8 @@ class ModelConfig:
         positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
         layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
         head_dim = FAMILIES[family].default_head_dim or hidden // heads
-        theta, scaling = read_rope(fields, FAMILIES[family].default_rope_theta, positions)
+        head_dim = fields.integer("head_dim", 1, MAX_WIDTH, head_dim)
+        theta, scaling, partial = read_rope(fields, FAMILIES[family], positions, head_dim)
         values: dict[str, Any] = {
             "family": family,
             "vocab_size": fields.integer("vocab_size", 1, MAX_VOCAB_SIZE),
@@ -219,12 +228,13 @@ class ModelConfig:
             "num_layers": layers,
             "num_heads": heads,
             "num_kv_heads": fields.integer("num_key_value_heads", 1, MAX_HEADS, heads),
-            "head_dim": fields.integer("head_dim", 1, MAX_WIDTH, head_dim),
+            "head_dim": head_dim,
             "max_positions": positions,
             "rms_epsilon": fields.number("rms_norm_eps", 1e-30, 1),
             "rope_theta": theta,
             "tied_embeddings": fields.flag("tie_word_embeddings", FAMILIES[family].default_tied),
             "rope_scaling": scaling,
+            "partial_rotary_factor": partial,
             "experts": read_experts(fields, family, layers),
             "score_head": scores,
             # -1 is no token, as in folders of early Llama models
@@ -263,7 +273,9 @@ class ModelConfig:
             "hidden_act": "silu",
             "attention_bias": False,
             "tie_word_embeddings": self.tied_embeddings,
-            **rope_json(self.rope_theta, self.rope_scaling),
+            **rope_json(self.rope_theta, self.rope_scaling, self.partial_rotary_factor),
+            # a missing id is one of the family's, perhaps beyond the vocabulary
+            **({"pad_token_id": self.pad_token_id} if traits.default_pad else {}),
             **self._window_json(),
             **self._no_rope_json(),
             **self._multipliers_json(),
@@ -284,8 +296,7 @@ class ModelConfig:
         if FAMILIES[self.family].default_no_rope_interval is None:
             return {}
         rotary = [int(layer not in self.no_rope_layers) for layer in range(self.num_layers)]
-        # a missing id is 128,004 to transformers, perhaps beyond the vocabulary
-        return {"no_rope_layers": rotary, "pad_token_id": self.pad_token_id}
+        return {"no_rope_layers": rotary}
 
     def _multipliers_json(self) -> dict[str, Any]:
         if "attention_multiplier" not in FAMILIES[self.family].computes:
@@ -315,11 +326,27 @@ class ModelConfig:
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """Rotary frequencies, FP64 [D/2]: theta^(-2i/D), scaled as the config says."""
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    """Rotary frequencies, FP64 [D/2]: theta^(-2i/R) of the R elements that are turned, scaled as
+    the config says, and zeros for the others.
+    """
+    size, scaling = config.rotary_size, config.rope_scaling
+    half = torch.arange(0, size, 2, dtype=torch.float64) / size
     frequencies = torch.exp(half * -math.log(config.rope_theta))
-    scaling = config.rope_scaling
-    return frequencies if scaling is None else scaling.stretched(frequencies, config.rope_theta)
+    if scaling is not None:
+        frequencies = scaling.stretched(frequencies, config.rope_theta, config.max_positions)
+    return F.pad(frequencies, (0, (config.head_dim - size) // 2))
+
+
+def rotary_scales(config: ModelConfig) -> torch.Tensor:
+    """The factors of cosines and sines, FP64 [D/2]: ``attention_scaling``, and what makes the
+    scores of attention those of ``multipliers.attention``, since Q and K both have it.
+    """
+    wanted, scale = config.multipliers.attention, config.attention_scaling
+    if wanted is not None:
+        scale *= math.sqrt(wanted * math.sqrt(config.head_dim))
+    scales = torch.ones(config.head_dim // 2, dtype=torch.float64)
+    scales[: config.rotary_size // 2] = scale
+    return scales
 
 
 _FREQUENCY_ERROR = 4e-6
@@ -360,6 +387,15 @@ def _qwen3(hidden: int, mlp: int, layers: int, heads: int, tied: bool = False) -
 
 
 _LLAMA3_SCALING = Llama3Scaling(8.0, 1.0, 4.0, 8192)
+
+_PHI4_LONG_FACTOR = (
+    1.0, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649,
+    2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845,
+    5.351743533, 5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158,
+    11.70738129, 13.09260651, 14.64173252, 16.37415215, 18.31155283, 20.47818807, 22.90118105,
+    25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71,
+    32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
+)  # fmt: skip
 
 SHAPES: dict[str, ModelConfig] = {
     "smollm2-135m": ModelConfig(
@@ -409,6 +445,13 @@ SHAPES: dict[str, ModelConfig] = {
         *("granite", 49159, 2048, 8192, 40, 32, 8, 64, 131072, 1e-5, 1e7),
         tied_embeddings=True,
         multipliers=Multipliers(12.0, 0.015625, 0.22, 8.0),
+    ),
+    "phi-4-mini": ModelConfig(
+        *("phi3", 200064, 3072, 8192, 32, 24, 8, 128, 131072, 1e-5, 1e4),
+        tied_embeddings=True,
+        rope_scaling=LongRopeScaling((1.0,) * 48, _PHI4_LONG_FACTOR, 4096, 32.0),
+        partial_rotary_factor=0.75,
+        sliding_window=262144,
     ),
     "qwen3-30b-a3b": ModelConfig(
         *("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 128, 40960, 1e-6, 1e6),

@@ -44,6 +44,13 @@ class Traits:
     """The layers that a sliding window applies to, if config.json enables one."""
     default_window: int | None = None
     default_tied: bool = False
+    default_pad: bool = False
+    """Whether a missing ``pad_token_id`` is some id, perhaps beyond the vocabulary."""
+    is_fused: bool = False
+    """Whether checkpoints have q, k and v as one matrix, and gate and up."""
+    partial_rotary: bool = False
+    """Whether ``partial_rotary_factor`` is read."""
+    rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     computes: tuple[str, ...] = ()
     """Those of ``FEATURES`` that the family has."""
     default_no_rope_interval: int | None = None
@@ -76,6 +83,7 @@ FAMILIES: dict[Family, Traits] = {
         "SmolLM3ForSequenceClassification",
         default_rope_theta=2e6,
         default_tied=True,
+        default_pad=True,
         computes=("no_rope_layers", "no_rope_layer_interval"),
         default_no_rope_interval=4,
     ),
@@ -88,6 +96,15 @@ FAMILIES: dict[Family, Traits] = {
             "residual_multiplier",
             "logits_scaling",
         ),
+    ),
+    "phi3": Traits(
+        "Phi3ForCausalLM",
+        "Phi3ForSequenceClassification",
+        default_pad=True,
+        is_fused=True,
+        partial_rotary=True,
+        rope_kinds=("default", "longrope"),
+        windows="every layer",
     ),
     "qwen3_moe": Traits(
         "Qwen3MoeForCausalLM",

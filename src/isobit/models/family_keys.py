@@ -94,7 +94,7 @@ def read_window(fields: ConfigFields, family: Family, layers: int) -> dict[str, 
             raise fields.refusal("use_sliding_window")
         window = fields.optional_integer("sliding_window", 1, MAX_POSITIONS)
         full_layers = fields.integer("max_window_layers", 0, MAX_LAYERS)
-    elif family == "llama" and fields.has("sliding_window"):
+    elif family in ("llama", "granite") and fields.has("sliding_window"):
         raise fields.refusal("sliding_window")
     if window is None or full_layers >= layers:
         window, full_layers = None, 0

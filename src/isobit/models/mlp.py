@@ -148,7 +148,8 @@ class Mlp:
         self._hidden = hidden
         self._norm = _norm(config, path, f"{path}.gate_up_proj")
         checkpoint = f"model.{path}.mlp"
-        gate_up = LinearShape({"gate_proj": width, "up_proj": width}, hidden)
+        halves = {"gate_proj": width, "up_proj": width}
+        gate_up = LinearShape({"gate_up_proj": 2 * width} if config.is_fused else halves, hidden)
         self._gate_up = Linear(f"{path}.gate_up_proj", gate_up, checkpoint, lora=config.lora)
         down = LinearShape({"down_proj": hidden}, width)
         self._down = Linear(f"{path}.down_proj", down, checkpoint, lora=config.lora)
