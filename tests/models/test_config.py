@@ -81,6 +81,8 @@ def windowed(family: Family) -> list[ModelConfig]:
     """Configurations with the windows that a family can have."""
     windows = FAMILIES[family].windows
     every = [make_config(family, sliding_window=8)] if windows != "none" else []
+    if windows == "layer types":
+        every.append(make_config(family, sliding_window=8, windowless_layers=(0, 2)))
     upper = [make_config(family, sliding_window=8, full_layers=2)]
     return every + (upper if windows == "upper layers" else [])
 
@@ -115,7 +117,8 @@ def test_transformers_makes_the_model_that_is_meant(family: Family, tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(make_config(family).to_hf()))
     made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     assert type(made).__name__ == FAMILIES[family].architecture
-    assert made.config.sliding_window is None if hasattr(made.config, "sliding_window") else True
+    unused = 4096 if family == "olmo3" else None  # no layer has it
+    assert getattr(made.config, "sliding_window", unused) == unused
     reward = FAMILIES[family].reward_architecture
     if reward is not None:
         config = make_config(family, score_head=True, pad_token_id=3)
@@ -146,6 +149,8 @@ def test_keys_that_are_missing_are_what_transformers_takes() -> None:
     assert ModelConfig.from_hf(bare, "config.json").rope_theta == 1e6
     assert read("smollm3", no_rope_layers=None).no_rope_layers == ()
     assert read("granite", without="attention_multiplier").multipliers == Multipliers(1.0, 1.0)
+    of_types = read("olmo3", "layer_types", num_hidden_layers=9, sliding_window=7)
+    assert (of_types.sliding_window, of_types.windowless_layers) == (7, (3, 7))
     assert read("smollm3", num_hidden_layers=9, no_rope_layers=None).no_rope_layers == (3, 7)
 
 
@@ -280,6 +285,29 @@ PUBLISHED: dict[str, str] = {
         "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": true,
         "torch_dtype": "bfloat16", "transformers_version": "4.45.0", "use_cache": true,
         "vocab_size": 200064}""",
+    "olmo2-1b": """{"architectures": ["Olmo2ForCausalLM"], "attention_bias": false,
+        "attention_dropout": 0.0, "bos_token_id": 100257, "eos_token_id": 100257,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+        "intermediate_size": 8192, "max_position_embeddings": 4096, "model_type": "olmo2",
+        "num_attention_heads": 16, "num_hidden_layers": 16, "num_key_value_heads": 16,
+        "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": null,
+        "rope_theta": 500000, "tie_word_embeddings": false, "torch_dtype": "float32",
+        "transformers_version": "4.47.0", "use_cache": true, "vocab_size": 100352}""",
+    "olmo3-7b": """{"architectures": ["Olmo3ForCausalLM"], "attention_bias": false,
+        "attention_dropout": 0.0, "bos_token_id": 100257, "dtype": "bfloat16",
+        "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 11008, "layer_types":
+        ["sliding_attention",
+        "sliding_attention",
+        "sliding_attention",
+        "full_attention"],
+        "max_position_embeddings": 65536, "model_type": "olmo3", "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 100277,
+        "rms_norm_eps": 1e-06, "rope_scaling": {"attention_factor": 1.2079441541679836,
+        "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+        "original_max_position_embeddings": 8192, "rope_type": "yarn"}, "rope_theta": 500000,
+        "sliding_window": 4096, "tie_word_embeddings": false, "transformers_version": "4.57.0",
+        "use_cache": true, "vocab_size": 100278}""",
     "mixtral-8x7b": """{"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0,
         "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096,
         "initializer_range": 0.02, "intermediate_size": 14336,
@@ -295,7 +323,10 @@ PUBLISHED: dict[str, str] = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_files_are_the_shapes_of_that_name(name: str) -> None:
-    assert ModelConfig.from_hf(json.loads(PUBLISHED[name]), name) == model_shape(name)
+    config = json.loads(PUBLISHED[name])
+    if name == "olmo3-7b":
+        config["layer_types"] *= 8  # of four layers each
+    assert ModelConfig.from_hf(config, name) == model_shape(name)
 
 
 def test_what_is_harmless_is_ignored() -> None:
@@ -312,6 +343,11 @@ def test_what_is_harmless_is_ignored() -> None:
     assert read("llama", **harmless) == make_config("llama")
 
 
+WINDOWED_TYPES: dict[str, Any] = {"layer_types": ["sliding_attention"] * 3}
+TYPES: dict[str, Any] = {
+    "full_attention": {"rope_type": "default"},
+    "sliding_attention": {"rope_type": "linear", "factor": 2},
+}
 LONG: dict[str, Any] = {"type": "longrope", "short_factor": [1] * 6, "long_factor": [1.0]}
 
 
@@ -362,6 +398,12 @@ LONG: dict[str, Any] = {"type": "longrope", "short_factor": [1] * 6, "long_facto
         ("phi3", {"rope_scaling": LONG | {"short_factor": [0] * 6}}, "short_factor = 0 .*a number"),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2}}, "supported are default, long"),
         ("phi3", {"partial_rotary_factor": 0.3}, "0.3 .*3 of 12 elements; expected an even"),
+        ("olmo2", {"sliding_window": 8}, "sliding_window = 8"),
+        ("olmo2", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        ("olmo3", {"layer_types": ["full_attention"]}, "layer_types = .* for each of 3"),
+        ("olmo3", WINDOWED_TYPES | {"sliding_window": None}, "sliding_window = None .*have one"),
+        ("olmo3", {"rope_parameters": TYPES}, "sliding_attention = .*default kind, of theta 1e"),
+        ("olmo3", {"rope_parameters": TYPES | {"x": 1}}, "rope_parameters.x = 1 .*alone"),
         ("granite", {"sliding_window": 8}, "sliding_window = 8"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier = 0 .*a number from 1e-06"),
         ("granite", {"attention_bias": True}, "attention_bias = True"),
@@ -429,7 +471,8 @@ def test_no_mutation_gives_a_traceback_or_another_shape_in_silence() -> None:
             continue
         read = read_config(config)
         again = read.to_hf()
-        for key in set(again) & set(config) - SAID_OTHERWISE:
+        unread = {"sliding_window"} if (family, read.sliding_window) == ("olmo3", None) else set()
+        for key in set(again) & set(config) - SAID_OTHERWISE - unread:
             assert config[key] in (again[key], None, {}), (key, config[key], again[key])
     outcomes.check(1 / 2)
 
@@ -440,6 +483,7 @@ PARAMETERS = {
     "smollm2-360m": 361_821_120, "llama-3.2-1b": 1_235_814_400, "llama-3.1-8b": 8_030_261_248,
     "mistral-7b": 7_241_732_096, "qwen3-30b-a3b": 30_532_122_624, "mixtral-8x7b": 46_702_792_704,
     "smollm3-3b": 3_075_098_624, "granite-3.3-2b": 2_533_539_840,
+    "olmo2-1b": 1_484_916_736, "olmo3-7b": 7_298_011_136,
     "phi-4-mini": 3_836_021_760, "qwen2.5-32b": 32_763_876_352,
     "llama-3.1-70b": 70_553_706_496,
     "moe-2.7b": 2_715_883_520,  # of no checkpoint

@@ -162,6 +162,7 @@ def test_a_rank_holds_its_share_alone():
 @pytest.mark.parametrize(
     ("config", "ranks", "names"),
     [
+        (replace(SMALL, family="olmo2"), 2, "norms of Q and K of a olmo2 model are over all heads"),
         (SMALL, 3, "4 KV heads are not shared evenly by so many ranks; take 1, 2, 4"),
         (replace(SMALL, intermediate_size=128), 2, "intermediate_size is 128"),
         (replace(SMALL, family="qwen3_moe", experts=Experts(4, 2, 64, True)), 2, "4 experts"),

@@ -37,7 +37,14 @@ from isobit.models.family_keys import (
     refuse_labels,
     refuse_unsupported,
 )
-from isobit.models.rope import Llama3Scaling, LongRopeScaling, RopeScaling, read_rope, rope_json
+from isobit.models.rope import (
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnScaling,
+    read_rope,
+    rope_json,
+)
 from isobit.util.errors import ConfigError, ModelError
 
 MAX_HEAD_DIM = 256
@@ -96,6 +103,8 @@ class ModelConfig:
     """The number of keys that a query sees, including its own; None: all before it."""
     full_layers: int = 0
     """The number of first layers without a window."""
+    windowless_layers: tuple[int, ...] = ()
+    """Further layers without one."""
     no_rope_layers: tuple[int, ...] = ()
     """Layers whose queries and keys are not turned by their positions."""
     multipliers: Multipliers = UNSCALED
@@ -163,7 +172,20 @@ class ModelConfig:
     @property
     def qk_norm(self) -> bool:
         """Whether each query and key head has an RMSNorm."""
-        return FAMILIES[self.family].qk_norm
+        return FAMILIES[self.family].qk_norm == "each head"
+
+    @property
+    def wide_qk_norm(self) -> bool:
+        """Whether all query heads together have an RMSNorm, and all key heads."""
+        return FAMILIES[self.family].qk_norm == "all heads"
+
+    @property
+    def other_rope_layers(self) -> tuple[int, ...]:
+        """Layers with ``RopeTable.other``."""
+        by_type = FAMILIES[self.family].windows == "layer types"
+        if self.rope_scaling is None or not by_type:
+            return self.no_rope_layers
+        return tuple(n for n in range(self.num_layers) if self.window(n) is not None)
 
     @property
     def qkv_bias(self) -> bool:
@@ -199,7 +221,8 @@ class ModelConfig:
 
     def window(self, layer: int) -> int | None:
         """The number of keys that a layer's query sees, including its own; None: all before it."""
-        return self.sliding_window if layer >= self.full_layers else None
+        has_window = layer >= self.full_layers and layer not in self.windowless_layers
+        return self.sliding_window if has_window else None
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has experts instead of an MLP."""
@@ -273,7 +296,7 @@ class ModelConfig:
             "hidden_act": "silu",
             "attention_bias": False,
             "tie_word_embeddings": self.tied_embeddings,
-            **rope_json(self.rope_theta, self.rope_scaling, self.partial_rotary_factor),
+            **rope_json(self.rope_theta, self.rope_scaling, self.partial_rotary_factor, traits),
             # a missing id is one of the family's, perhaps beyond the vocabulary
             **({"pad_token_id": self.pad_token_id} if traits.default_pad else {}),
             **self._window_json(),
@@ -287,6 +310,12 @@ class ModelConfig:
         windows = FAMILIES[self.family].windows
         if windows == "every layer":
             return {"sliding_window": self.sliding_window}
+        if windows == "layer types":
+            seen = [self.window(layer) for layer in range(self.num_layers)]
+            kinds = ["full_attention" if one is None else "sliding_attention" for one in seen]
+            # transformers asks for a window even where no layer has one
+            window = self.sliding_window or FAMILIES[self.family].default_window
+            return {"sliding_window": window, "layer_types": kinds}
         if self.sliding_window is None:
             return {}
         upper = {"use_sliding_window": True, "max_window_layers": self.full_layers}
@@ -452,6 +481,16 @@ SHAPES: dict[str, ModelConfig] = {
         rope_scaling=LongRopeScaling((1.0,) * 48, _PHI4_LONG_FACTOR, 4096, 32.0),
         partial_rotary_factor=0.75,
         sliding_window=262144,
+    ),
+    "olmo2-1b": ModelConfig(
+        *("olmo2", 100352, 2048, 8192, 16, 16, 16, 128, 4096, 1e-6, 5e5), tied_embeddings=False
+    ),
+    "olmo3-7b": ModelConfig(
+        *("olmo3", 100278, 4096, 11008, 32, 32, 32, 128, 65536, 1e-6, 5e5),
+        tied_embeddings=False,
+        rope_scaling=YarnScaling(8.0, 8192, attention_factor=1.2079441541679836),
+        sliding_window=4096,
+        windowless_layers=tuple(range(3, 32, 4)),
     ),
     "qwen3-30b-a3b": ModelConfig(
         *("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 128, 40960, 1e-6, 1e6),

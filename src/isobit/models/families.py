@@ -1,7 +1,7 @@
 """The families of checkpoints that the decoder computes.
 
-All families are one decoder: pre-norm, RMSNorm, rotary positions (perhaps not in every layer),
-grouped-query attention, SwiGLU.
+All families are one decoder: RMSNorm in front of blocks or behind them, rotary positions (perhaps
+not in every layer), grouped-query attention, SwiGLU.
 ``FAMILIES`` has their differences and their defaults for missing keys.
 """
 
@@ -37,11 +37,16 @@ class Traits:
     architecture: str  # the class of its language models
     reward_architecture: str | None  # the class of its reward models, if they are supported
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["none", "each head", "all heads"] = "none"
+    """The elements over which the RMSNorms of Q and of K are."""
+    norms_behind: bool = False
+    """Whether the norms of layers are behind attention and MLP instead of in front of them."""
     default_head_dim: int | None = None  # None: the hidden size over the number of heads
     default_rope_theta: float = 1e4
-    windows: Literal["none", "every layer", "upper layers"] = "none"
-    """The layers that a sliding window applies to, if config.json enables one."""
+    windows: Literal["none", "every layer", "upper layers", "layer types"] = "none"
+    """The layers that a sliding window applies to, if config.json enables one. With layer types
+    (by default three of four) rotary scaling is for the others alone.
+    """
     default_window: int | None = None
     default_tied: bool = False
     default_pad: bool = False
@@ -68,7 +73,7 @@ FAMILIES: dict[Family, Traits] = {
     "qwen3": Traits(
         "Qwen3ForCausalLM",
         "Qwen3ForSequenceClassification",
-        qk_norm=True,
+        qk_norm="each head",
         default_head_dim=128,
         windows="upper layers",
     ),
@@ -106,10 +111,27 @@ FAMILIES: dict[Family, Traits] = {
         rope_kinds=("default", "longrope"),
         windows="every layer",
     ),
+    "olmo2": Traits(
+        "Olmo2ForCausalLM",
+        "Olmo2ForSequenceClassification",
+        qk_norm="all heads",
+        norms_behind=True,
+        default_pad=True,
+    ),
+    "olmo3": Traits(
+        "Olmo3ForCausalLM",
+        "Olmo3ForSequenceClassification",
+        qk_norm="all heads",
+        norms_behind=True,
+        default_pad=True,
+        default_rope_theta=5e5,
+        windows="layer types",
+        default_window=4096,
+    ),
     "qwen3_moe": Traits(
         "Qwen3MoeForCausalLM",
         None,
-        qk_norm=True,
+        qk_norm="each head",
         experts=ExpertNames(
             counts=("num_experts", "num_local_experts"),
             width="moe_intermediate_size",

@@ -83,8 +83,10 @@ def refuse_labels(fields: ConfigFields) -> None:
 
 
 def read_window(fields: ConfigFields, family: Family, layers: int) -> dict[str, Any]:
-    """``sliding_window`` and ``full_layers``."""
+    """``sliding_window``, and the layers without one."""
     traits = FAMILIES[family]
+    if traits.windows == "layer types":
+        return _read_layer_types(fields, traits.default_window, layers)
     window, full_layers = traits.default_window, 0
     if traits.windows == "every layer":
         if "sliding_window" in fields.values:  # null is none
@@ -94,7 +96,7 @@ def read_window(fields: ConfigFields, family: Family, layers: int) -> dict[str, 
             raise fields.refusal("use_sliding_window")
         window = fields.optional_integer("sliding_window", 1, MAX_POSITIONS)
         full_layers = fields.integer("max_window_layers", 0, MAX_LAYERS)
-    elif family in ("llama", "granite") and fields.has("sliding_window"):
+    elif family in ("llama", "granite", "olmo2") and fields.has("sliding_window"):
         raise fields.refusal("sliding_window")
     if window is None or full_layers >= layers:
         window, full_layers = None, 0
@@ -104,6 +106,24 @@ def read_window(fields: ConfigFields, family: Family, layers: int) -> dict[str, 
     if kinds is not None and kinds != expected:
         raise fields.refusal("layer_types", "sliding_window and its neighbours say otherwise")
     return {"sliding_window": window, "full_layers": full_layers}
+
+
+def _read_layer_types(fields: ConfigFields, window: int | None, layers: int) -> dict[str, Any]:
+    if "sliding_window" in fields.values:  # null is none
+        window = fields.optional_integer("sliding_window", 1, MAX_POSITIONS)
+    kinds = fields.list_of("layer_types", str)
+    if kinds is None:
+        kinds = ["sliding_attention" if (n + 1) % 4 else "full_attention" for n in range(layers)]
+    if len(kinds) != layers or not {*kinds} <= {"sliding_attention", "full_attention"}:
+        raise fields.refusal(
+            "layer_types", f"expected sliding_attention or full_attention for each of {layers}"
+        )
+    full = tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
+    if len(full) == layers:
+        return {}
+    if window is None:
+        raise fields.refusal("sliding_window", "layer_types names layers that have one")
+    return {"sliding_window": window, "windowless_layers": full}
 
 
 def no_rope_layers(interval: int, layers: int) -> tuple[int, ...]:

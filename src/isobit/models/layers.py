@@ -354,7 +354,9 @@ def observe_input(x: LinearInput, path: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm at the start of a unit: h = h + x, y = RMSNorm(h), in the format of y's reader."""
+    """RMSNorm at the start of a unit: h = h + x, y = RMSNorm(h), in the format of y's reader. Where
+    it is behind the unit, y = h and the unit's output x = RMSNorm(x).
+    """
 
     path: str
     width: int
@@ -366,6 +368,7 @@ class Norm:
     is_frozen: bool = False
     scale: float = 1.0
     """The factor of the last norm's output."""
+    is_behind: bool = False
 
     def masters(self) -> dict[str, Master]:
         return {f"{self.path}.weight": norm_master(self.width, self.checkpoint_name)}
@@ -375,9 +378,20 @@ class Norm:
     ) -> tuple[torch.Tensor, LinearInput]:
         """h and x [T, C] -> the residual stream, and its norm as the linear reads it."""
         assert self.linear is not None
+        if self.is_behind:
+            h = h if x is None else observe(h + x, self.residual)
+            return h, weights.backend.linear_input(h, weights.linears[self.linear].site, save)
         h, _, read = self._forward(weights, h, x, save)
         assert read is not None
         return h, read
+
+    def behind(self, weights: Weights, x: torch.Tensor) -> torch.Tensor:
+        """A unit's output [T, C] -> what it adds to the residual stream."""
+        if not self.is_behind:
+            return x
+        norm = self._forward(weights, x, None, save=False)[1]
+        assert norm is not None
+        return norm
 
     def keeping(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None
@@ -421,7 +435,28 @@ class Norm:
         h: torch.Tensor,
         d_residual: torch.Tensor | None,
     ) -> torch.Tensor:
-        """d_residual + the gradient through the norm, [T, C]."""
+        """d_residual + the gradient through the norm, whose input is h, [T, C]; or d_residual + dy
+        where the norm is behind.
+        """
+        if self.is_behind:
+            assert d_residual is not None
+            return d_residual + dy
+        return self._backward(weights, gradient, dy, h, d_residual)
+
+    def behind_backward(
+        self, weights: Weights, gradient: Gradient, d: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor:
+        """The gradient of ``behind`` -> that of its input x, [T, C]."""
+        return self._backward(weights, gradient, d, x, None) if self.is_behind else d
+
+    def _backward(
+        self,
+        weights: Weights,
+        gradient: Gradient,
+        dy: torch.Tensor,
+        h: torch.Tensor,
+        d_residual: torch.Tensor | None,
+    ) -> torch.Tensor:
         name = f"{self.path}.weight"
         weight, dy = weights.plain[name], dy if self.scale == 1 else dy * self.scale
         grad = None if self.is_frozen else gradient(name)

@@ -65,7 +65,11 @@ class PublishedWeights:
     def __init__(self, config: ModelConfig, flow: PrecisionFlow, backend: Backend) -> None:
         frequencies = inverse_frequencies(config)
         rope = RopeTable.build(frequencies, config.max_positions, rotary_scales(config))
-        rope = rope.with_unturned() if config.no_rope_layers else rope
+        if config.no_rope_layers:
+            rope = rope.with_unturned()
+        elif config.other_rope_layers:
+            plain = inverse_frequencies(replace(config, rope_scaling=None))
+            rope = replace(rope, other=RopeTable.build(plain, config.max_positions))
         rope, decoder = rope.to(backend.device), build_decoder(config)
         self.sides: dict[Side, Weights] = {
             side: Weights(backend, rope, flow.graph(side)) for side in SIDES

@@ -185,7 +185,8 @@ def read_rope(fields: ConfigFields, traits: Traits, max_positions: int, head_dim
     ModelError for what the decoder does not compute.
     """
     keys = ("rope_parameters", "rope_scaling")
-    tables = [table for table in map(fields.table, keys) if table is not None]
+    given = [table for table in map(fields.table, keys) if table is not None]
+    tables = [_of_full_layers(table, fields, traits, head_dim) for table in given]
     read = [_read_table(table, fields, traits, max_positions, head_dim) for table in tables]
     if not read:
         return _theta(fields, traits.default_rope_theta), None, _partial(fields, traits, head_dim)
@@ -194,7 +195,9 @@ def read_rope(fields: ConfigFields, traits: Traits, max_positions: int, head_dim
     return read[0]
 
 
-def rope_json(theta: float, scaling: RopeScaling | None, partial: float) -> dict[str, Any]:
+def rope_json(
+    theta: float, scaling: RopeScaling | None, partial: float, traits: Traits
+) -> dict[str, Any]:
     """The keys of a config.json, for old and new readers."""
     turned = {} if partial == 1 else {"partial_rotary_factor": partial}
     if scaling is None:
@@ -210,12 +213,32 @@ def rope_json(theta: float, scaling: RopeScaling | None, partial: float) -> dict
         older = {"rope_scaling": kind}
     if isinstance(scaling, LongRopeScaling):  # Phi-3 reads it here alone
         older["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    parameters = kind | {"rope_theta": theta} | turned
+    if traits.windows == "layer types":
+        plain = {"rope_type": "default", "rope_theta": theta}
+        parameters = {"full_attention": parameters, "sliding_attention": plain}
     return {
         "rope_theta": theta,
-        "rope_parameters": kind | {"rope_theta": theta} | turned,
+        "rope_parameters": parameters,
         **turned,
         **older,
     }
+
+
+def _of_full_layers(
+    table: ConfigFields, fields: ConfigFields, traits: Traits, head_dim: int
+) -> ConfigFields:
+    """Of OLMo 3's two tables that of layers without a window; the other scales nothing."""
+    full = table.table("full_attention") if traits.windows == "layer types" else None
+    if full is None:
+        return table
+    if unknown := sorted(table.values.keys() - {"full_attention", "sliding_attention"}):
+        raise table.refusal(unknown[0], "expected full_attention and sliding_attention alone")
+    other = table.table("sliding_attention")
+    theta = _theta(full, _theta(fields, traits.default_rope_theta))
+    if other is not None and _read_table(other, fields, traits, 1, head_dim) != (theta, None, 1.0):
+        raise table.refusal("sliding_attention", f"expected the default kind, of theta {theta:g}")
+    return full
 
 
 def _read_table(

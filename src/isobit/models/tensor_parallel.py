@@ -213,6 +213,11 @@ def _check(config: ModelConfig, ranks: int) -> None:
             "experts, which tensor parallelism does not cut: take cluster.rollout_tp = 1; in FP8 "
             "30B parameters of experts fit one GPU"
         )
+    if config.wide_qk_norm:
+        raise ConfigError(
+            f"cluster.rollout_tp = {ranks}, but the norms of Q and K of a {config.family} model "
+            "are over all heads, which tensor parallelism shares out: take cluster.rollout_tp = 1"
+        )
     heads = config.num_kv_heads
     if heads % ranks:
         fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
