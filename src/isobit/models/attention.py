@@ -223,7 +223,7 @@ class Attention:
         saved = stream + self._qkv.saved_bytes(sizes, graph) + qkv + encoded
         read = self._qkv.read_bytes(sizes, graph)
         moved = qkv // 2 if config.rotary_size < config.head_dim else 0
-        moved = 3 * qkv if config.wide_qk_norm else moved
+        moved = 2 * qkv if config.wide_qk_norm else moved
         linears = self._qkv, self._out
         adapter = max(linear.adapter_bytes(graph) for linear in linears)
         adapter_gradients = max(linear.adapter_bytes(graph, backward=True) for linear in linears)
@@ -231,7 +231,7 @@ class Attention:
             saved=saved + self._out.saved_bytes(sizes, graph, is_kept=True),
             input=stream,
             read=read,
-            kept=adapter,
+            kept=adapter + (max(stream, qkv) if self._norm.is_behind else 0),
             made=(read or stream) + max(encoded, moved) + adapter,
             gradients=adapter_gradients
             + (2 * stream if self._norm.is_behind else stream)

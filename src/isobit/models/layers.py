@@ -418,7 +418,8 @@ class Norm:
         save: bool,
         keep: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, LinearInput | None]:
-        site = None if self.linear is None else weights.linears[self.linear].site
+        reader = None if self.is_behind else self.linear
+        site = None if reader is None else weights.linears[reader].site
         weight = weights.plain[f"{self.path}.weight"]
         result = weights.backend.add_rms_norm(h, x, weight, self.epsilon, site, save, keep)
         if x is not None:

@@ -239,8 +239,13 @@ class Mlp:
             saved=stream + gate_up + saved,
             input=stream,
             read=read,
-            kept=max(self._gate_up.adapter_bytes(graph), activation + down_adapter),
-            made=(read or stream) + gate_up + (activation or a * width) + down_adapter,
+            kept=max(self._gate_up.adapter_bytes(graph), activation + down_adapter)
+            + (stream if self._norm.is_behind else 0),
+            made=(read or stream)
+            + gate_up
+            + (activation or a * width)
+            + down_adapter
+            + (stream if self._norm.is_behind else 0),
             gradients=self._gate_up.adapter_bytes(graph, backward=True)
             + a * width
             + sizes.gradient(gate_up_site, 2 * width, self._hidden)
