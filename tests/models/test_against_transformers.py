@@ -31,7 +31,17 @@ from tests.suites import examples
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-DENSE: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+DENSE: tuple[Family, ...] = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "granite",
+    "phi3",
+    "olmo2",
+    "olmo3",
+)
 MIXTURES: tuple[Family, ...] = ("mixtral", "qwen3_moe")
 ORIGINAL, LENGTHS = 32, (70, 3)
 """The context before any stretch, and the lengths of the packed sequences."""
@@ -76,6 +86,7 @@ def configurations(draw: st.DrawFn, families: Sequence[Family]) -> "PreTrainedCo
         "rope_parameters": rope,
         "initializer_range": draw(st.sampled_from([0.02, 0.15])),
         "attn_implementation": "eager",
+        "pad_token_id": None,  # whose row would have no gradient
     }
     windows = FAMILIES[family].windows
     window = draw(st.sampled_from([None, 1, 7, 40, 300]))
@@ -89,8 +100,42 @@ def configurations(draw: st.DrawFn, families: Sequence[Family]) -> "PreTrainedCo
     if family == "smollm3":
         values["no_rope_layers"] = draw(st.sampled_from([None, [0, 1], [1, 0], [0, 0]]))
         values["no_rope_layer_interval"] = draw(st.integers(1, 3))
-        values["pad_token_id"] = None
+    if windows == "layer types":
+        kinds = st.sampled_from(["sliding_attention", "full_attention"])
+        values["layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
+        plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        rope.pop("truncate", None)  # transformers looks for it beside the two tables
+        values["rope_parameters"] = {"full_attention": rope, "sliding_attention": plain}
+        values["sliding_window"] = window or 7
+    if family == "phi3":
+        values |= draw(fused(values["num_attention_heads"]))
+    if family == "granite":
+        values["embedding_multiplier"] = draw(st.sampled_from([1.0, 0.3, 12.0]))
+        values["attention_multiplier"] = draw(st.sampled_from([1.0, 0.015625, 0.4]))
+        values["residual_multiplier"] = draw(st.sampled_from([1.0, 0.22, 1.7]))
+        values["logits_scaling"] = draw(st.sampled_from([1.0, 0.7, 16.0]))
     return AutoConfig.for_model(family, **values)
+
+
+@st.composite
+def fused(draw: st.DrawFn, heads: int) -> dict[str, Any]:
+    """Of Phi-3: LongRoPE with a context that makes sequences take one list of factors, and heads of
+    which a part is turned.
+    """
+    head_dim, partial = draw(st.sampled_from([(8, 1.0), (16, 0.75), (20, 0.6), (32, 0.5)]))
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": draw(st.sampled_from([1e4, 1e6]))}
+    original, pairs = draw(st.sampled_from([2, 256])), int(head_dim * partial) // 2
+    if draw(st.booleans()):
+        factors = st.lists(st.floats(1, 30), min_size=pairs, max_size=pairs)
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": original}
+        rope |= {"short_factor": draw(factors), "long_factor": draw(factors)}
+        rope |= draw(st.sampled_from([{}, {"factor": 4.0}, {"attention_factor": 1.3}]))
+    return {
+        "hidden_size": heads * head_dim,
+        "head_dim": head_dim,
+        "rope_parameters": rope | {"partial_rotary_factor": partial},
+        "original_max_position_embeddings": original,
+    }
 
 
 @st.composite

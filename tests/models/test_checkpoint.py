@@ -117,7 +117,7 @@ def buffers_of(config: ModelConfig, dtype: torch.dtype) -> Tensors:
     scaling = config.rope_scaling
     stretched = frequencies
     if scaling is not None:
-        stretched = scaling.stretched(frequencies.double(), config.rope_theta).float()
+        stretched = scaling.stretched(frequencies.double(), config.rope_theta, 0).float()
     angles = torch.outer(torch.arange(config.max_positions).float(), stretched).repeat(1, 2)
     factor = config.attention_scaling
     found = {

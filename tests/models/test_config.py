@@ -11,10 +11,16 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from isobit.config.model_shape import MIXTURES, WINDOWED, Family, ModelShape
-from isobit.models.config import SHAPES, Experts, ModelConfig, model_shape
+from isobit.models.config import SHAPES, Experts, ModelConfig, Multipliers, model_shape
 from isobit.models.decoder import master_shapes
 from isobit.models.families import FAMILIES, FEATURES
-from isobit.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from isobit.models.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnScaling,
+)
 from isobit.run.model_source import decoder_of
 from isobit.util.errors import ConfigError, ModelError
 from tests.mutations import COUNT, Outcomes
@@ -45,8 +51,16 @@ SAID_OTHERWISE = {
 
 
 def make_config(family: Family = "qwen3", **changes: Any) -> ModelConfig:
-    config = ModelConfig(family, 64, 48, 40, 3, 4, 2, 16, 128, 1e-5, 1e6, tied_embeddings=False)
+    head_dim = 12 if family == "phi3" else 16  # transformers' check has no head_dim
+    config = ModelConfig(family, 64, 48, 40, 3, 4, 2, head_dim, 128, 1e-5, 1e6, False)
     return replace(config, **({"experts": EXPERTS.get(family)} | changes))
+
+
+def scalings(family: Family) -> list[RopeScaling | None]:
+    """Those of the positions that a family can have."""
+    known = [one for one in SCALINGS if one is None or one.rope_type in FAMILIES[family].rope_kinds]
+    long = LongRopeScaling((1.5,) * 6, tuple(map(float, range(1, 7))), 32, 4.0)
+    return [*known, long] if "longrope" in FAMILIES[family].rope_kinds else known
 
 
 def partly_turned(family: Family) -> list[ModelConfig]:
@@ -56,10 +70,19 @@ def partly_turned(family: Family) -> list[ModelConfig]:
     return [make_config(family, no_rope_layers=layers) for layers in ((), (0, 2), (0, 1, 2))]
 
 
+def multiplied(family: Family) -> list[ModelConfig]:
+    """A configuration with other multipliers, where a family has them."""
+    if "attention_multiplier" not in FAMILIES[family].computes:
+        return []
+    return [make_config(family, multipliers=Multipliers(12.0, 0.03, 0.22, 16.0))]
+
+
 def windowed(family: Family) -> list[ModelConfig]:
     """Configurations with the windows that a family can have."""
     windows = FAMILIES[family].windows
     every = [make_config(family, sliding_window=8)] if windows != "none" else []
+    if windows == "layer types":
+        every.append(make_config(family, sliding_window=8, windowless_layers=(0, 2)))
     upper = [make_config(family, sliding_window=8, full_layers=2)]
     return every + (upper if windows == "upper layers" else [])
 
@@ -73,12 +96,15 @@ def written_by_transformers(config: ModelConfig, folder: Path) -> dict[str, Any]
 
 @pytest.mark.parametrize("family", NAMES)
 def test_round_trip_here_and_through_transformers(family: Family, tmp_path: Path) -> None:
-    configs = [make_config(family, rope_scaling=scaling) for scaling in SCALINGS]
+    is_partial = FAMILIES[family].partial_rotary
+    configs = [make_config(family, rope_scaling=scaling) for scaling in scalings(family)]
     for config in [
         *configs,
         make_config(family, tied_embeddings=True),
         *windowed(family),
         *partly_turned(family),
+        *multiplied(family),
+        *([make_config(family, partial_rotary_factor=2 / 3)] if is_partial else []),
     ]:
         assert ModelConfig.from_hf(config.to_hf(), "ours") == config
         again = written_by_transformers(config, tmp_path)
@@ -91,7 +117,8 @@ def test_transformers_makes_the_model_that_is_meant(family: Family, tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(make_config(family).to_hf()))
     made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     assert type(made).__name__ == FAMILIES[family].architecture
-    assert made.config.sliding_window is None if hasattr(made.config, "sliding_window") else True
+    unused = 4096 if family == "olmo3" else None  # no layer has it
+    assert getattr(made.config, "sliding_window", unused) == unused
     reward = FAMILIES[family].reward_architecture
     if reward is not None:
         config = make_config(family, score_head=True, pad_token_id=3)
@@ -121,6 +148,9 @@ def test_keys_that_are_missing_are_what_transformers_takes() -> None:
         del bare[key]
     assert ModelConfig.from_hf(bare, "config.json").rope_theta == 1e6
     assert read("smollm3", no_rope_layers=None).no_rope_layers == ()
+    assert read("granite", without="attention_multiplier").multipliers == Multipliers(1.0, 1.0)
+    of_types = read("olmo3", "layer_types", num_hidden_layers=9, sliding_window=7)
+    assert (of_types.sliding_window, of_types.windowless_layers) == (7, (3, 7))
     assert read("smollm3", num_hidden_layers=9, no_rope_layers=None).no_rope_layers == (3, 7)
 
 
@@ -222,6 +252,62 @@ PUBLISHED: dict[str, str] = {
         "rope_theta": 5000000.0, "sliding_window": null, "torch_dtype": "bfloat16",
         "transformers_version": "4.54.0.dev0", "use_cache": false, "use_sliding_window": false,
         "vocab_size": 128256}""",
+    "granite-3.3-2b": """{"architectures": ["GraniteForCausalLM"], "attention_bias": false,
+        "attention_dropout": 0.0, "attention_multiplier": 0.015625, "bos_token_id": 0,
+        "embedding_multiplier": 12.0, "eos_token_id": 0, "hidden_act": "silu",
+        "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192,
+        "logits_scaling": 8.0, "max_position_embeddings": 131072, "mlp_bias": false,
+        "model_type": "granite", "num_attention_heads": 32, "num_hidden_layers": 40,
+        "num_key_value_heads": 8, "pad_token_id": 0, "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000000.0,
+        "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+        "transformers_version": "4.49.0", "use_cache": true, "vocab_size": 49159}""",
+    "phi-4-mini": """{"architectures": ["Phi3ForCausalLM"], "attention_bias": false,
+        "attention_dropout": 0.0, "bos_token_id": 199999, "embd_pdrop": 0.0,
+        "eos_token_id": 199999, "full_attn_mod": 1, "hidden_act": "silu", "hidden_size": 3072,
+        "initializer_range": 0.02, "intermediate_size": 8192, "interpolate_factor": 1,
+        "lm_head_bias": false, "max_position_embeddings": 131072, "mlp_bias": false,
+        "model_type": "phi3", "num_attention_heads": 24, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "original_max_position_embeddings": 4096,
+        "pad_token_id": 199999, "partial_rotary_factor": 0.75, "resid_pdrop": 0.0,
+        "rms_norm_eps": 1e-05, "rope_scaling": {"long_factor":
+        [1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817,
+        2.187582649, 2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687,
+        4.279200023, 4.785517845, 5.351743533, 5.984965424, 6.693110555, 7.485043894,
+        8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651, 14.64173252, 16.37415215,
+        18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03, 32.1, 32.13,
+        32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16,
+        47.77], "short_factor": [
+        1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0,
+        1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0,
+        1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        "type": "longrope"},
+        "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": true,
+        "torch_dtype": "bfloat16", "transformers_version": "4.45.0", "use_cache": true,
+        "vocab_size": 200064}""",
+    "olmo2-1b": """{"architectures": ["Olmo2ForCausalLM"], "attention_bias": false,
+        "attention_dropout": 0.0, "bos_token_id": 100257, "eos_token_id": 100257,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+        "intermediate_size": 8192, "max_position_embeddings": 4096, "model_type": "olmo2",
+        "num_attention_heads": 16, "num_hidden_layers": 16, "num_key_value_heads": 16,
+        "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": null,
+        "rope_theta": 500000, "tie_word_embeddings": false, "torch_dtype": "float32",
+        "transformers_version": "4.47.0", "use_cache": true, "vocab_size": 100352}""",
+    "olmo3-7b": """{"architectures": ["Olmo3ForCausalLM"], "attention_bias": false,
+        "attention_dropout": 0.0, "bos_token_id": 100257, "dtype": "bfloat16",
+        "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 11008, "layer_types":
+        ["sliding_attention",
+        "sliding_attention",
+        "sliding_attention",
+        "full_attention"],
+        "max_position_embeddings": 65536, "model_type": "olmo3", "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 100277,
+        "rms_norm_eps": 1e-06, "rope_scaling": {"attention_factor": 1.2079441541679836,
+        "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+        "original_max_position_embeddings": 8192, "rope_type": "yarn"}, "rope_theta": 500000,
+        "sliding_window": 4096, "tie_word_embeddings": false, "transformers_version": "4.57.0",
+        "use_cache": true, "vocab_size": 100278}""",
     "mixtral-8x7b": """{"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0,
         "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096,
         "initializer_range": 0.02, "intermediate_size": 14336,
@@ -237,7 +323,10 @@ PUBLISHED: dict[str, str] = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_files_are_the_shapes_of_that_name(name: str) -> None:
-    assert ModelConfig.from_hf(json.loads(PUBLISHED[name]), name) == model_shape(name)
+    config = json.loads(PUBLISHED[name])
+    if name == "olmo3-7b":
+        config["layer_types"] *= 8  # of four layers each
+    assert ModelConfig.from_hf(config, name) == model_shape(name)
 
 
 def test_what_is_harmless_is_ignored() -> None:
@@ -252,6 +341,14 @@ def test_what_is_harmless_is_ignored() -> None:
         "shared_expert_intermediate_size": 0,
     }  # fmt: skip
     assert read("llama", **harmless) == make_config("llama")
+
+
+WINDOWED_TYPES: dict[str, Any] = {"layer_types": ["sliding_attention"] * 3}
+TYPES: dict[str, Any] = {
+    "full_attention": {"rope_type": "default"},
+    "sliding_attention": {"rope_type": "linear", "factor": 2},
+}
+LONG: dict[str, Any] = {"type": "longrope", "short_factor": [1] * 6, "long_factor": [1.0]}
 
 
 @pytest.mark.parametrize(
@@ -297,6 +394,20 @@ def test_what_is_harmless_is_ignored() -> None:
         ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers = .*expected a 0 or 1"),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "_interval = 0"),
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window = True"),
+        ("phi3", {"rope_scaling": LONG}, "long_factor = .*expected a list of 6 numbers"),
+        ("phi3", {"rope_scaling": LONG | {"short_factor": [0] * 6}}, "short_factor = 0 .*a number"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2}}, "supported are default, long"),
+        ("phi3", {"partial_rotary_factor": 0.3}, "0.3 .*3 of 12 elements; expected an even"),
+        ("olmo2", {"sliding_window": 8}, "sliding_window = 8"),
+        ("olmo2", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        ("olmo3", {"layer_types": ["full_attention"]}, "layer_types = .* for each of 3"),
+        ("olmo3", WINDOWED_TYPES | {"sliding_window": None}, "sliding_window = None .*have one"),
+        ("olmo3", {"rope_parameters": TYPES}, "sliding_attention = .*default kind, of theta 1e"),
+        ("olmo3", {"rope_parameters": TYPES | {"x": 1}}, "rope_parameters.x = 1 .*alone"),
+        ("granite", {"sliding_window": 8}, "sliding_window = 8"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier = 0 .*a number from 1e-06"),
+        ("granite", {"attention_bias": True}, "attention_bias = True"),
+        ("granite", {"shared_intermediate_size": 64}, "shared_intermediate_size = 64"),
         ("llama", {"residual_multiplier": 0.22}, "residual_multiplier = 0.22"),
         ("llama", {"query_pre_attn_scalar": 256}, "query_pre_attn_scalar = 256"),
     ],
@@ -353,13 +464,15 @@ def test_no_mutation_gives_a_traceback_or_another_shape_in_silence() -> None:
     chance, outcomes = random.Random(7), Outcomes("config.json")
     for index in range(COUNT):
         family = NAMES[index % len(NAMES)]
-        written = make_config(family, rope_scaling=SCALINGS[index % len(SCALINGS)]).to_hf()
+        known = scalings(family)
+        written = make_config(family, rope_scaling=known[index % len(known)]).to_hf()
         config = mutated(chance, written)
         if outcomes.refuses(lambda config=config: read_config(config), ModelError):
             continue
         read = read_config(config)
         again = read.to_hf()
-        for key in set(again) & set(config) - SAID_OTHERWISE:
+        unread = {"sliding_window"} if (family, read.sliding_window) == ("olmo3", None) else set()
+        for key in set(again) & set(config) - SAID_OTHERWISE - unread:
             assert config[key] in (again[key], None, {}), (key, config[key], again[key])
     outcomes.check(1 / 2)
 
@@ -369,7 +482,9 @@ PARAMETERS = {
     "qwen2.5-7b": 7_615_616_512, "qwen3-32b": 32_762_123_264, "smollm2-135m": 134_515_008,
     "smollm2-360m": 361_821_120, "llama-3.2-1b": 1_235_814_400, "llama-3.1-8b": 8_030_261_248,
     "mistral-7b": 7_241_732_096, "qwen3-30b-a3b": 30_532_122_624, "mixtral-8x7b": 46_702_792_704,
-    "smollm3-3b": 3_075_098_624, "qwen2.5-32b": 32_763_876_352,
+    "smollm3-3b": 3_075_098_624, "granite-3.3-2b": 2_533_539_840,
+    "olmo2-1b": 1_484_916_736, "olmo3-7b": 7_298_011_136,
+    "phi-4-mini": 3_836_021_760, "qwen2.5-32b": 32_763_876_352,
     "llama-3.1-70b": 70_553_706_496,
     "moe-2.7b": 2_715_883_520,  # of no checkpoint
 }  # fmt: skip
@@ -382,6 +497,12 @@ def test_has_as_many_parameters_as_the_checkpoint(name: str):
     shapes = master_shapes(config).values()
     assert sum(math.prod(shape) for shape in shapes) == PARAMETERS[name]
     assert ModelConfig.from_hf(config.to_hf(), name) == config
+
+
+def test_a_family_without_reward_models_is_refused_as_one() -> None:
+    for family in ("granite", "mixtral"):
+        with pytest.raises(ModelError, match=f"a {family} model cannot give scores"):
+            make_config(family, score_head=True)
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():

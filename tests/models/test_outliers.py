@@ -44,6 +44,18 @@ def log_probs(config: ModelConfig, preset: Preset, of: dict[str, torch.Tensor]) 
     return Scorer(policy).score(whole_batch(ids, (120, 80), ids.flip(0))).log_probs
 
 
+def test_norms_behind_blocks_stay_as_they_are() -> None:
+    config = replace(DENSE, family="olmo2")
+    of = dict(random_masters(config, 0))
+    for name, values in of.items():
+        if "output_norm" in name:
+            values[CHANNELS] *= 100
+    made = dict(fold_norms(of.items(), lambda path: True, lambda channels: None))
+    assert made.keys() == of.keys()
+    for name, values in made.items():
+        assert isinstance(values, torch.Tensor) and torch.equal(values, of[name]), name
+
+
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).double().square().mean().sqrt())
 

@@ -20,6 +20,7 @@ from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.records.batch import PackedBatch
+from tests.memory import meta_memory
 from tests.models.policies import disturbed
 
 LENGTHS = (5, 17, 1, 40, 131)
@@ -221,7 +222,7 @@ def test_gradients_in_lower_precision_are_near_those(family: Family, flow: str) 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("flow", FLOWS)
-@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "olmo2"])
 def test_computing_again_changes_no_bit(family: Family, flow: str) -> None:
     policy = make(family, FLOWS[flow], tied=True)
     saved, *again = (gradients(policy, level) for level in LEVELS)
@@ -311,3 +312,19 @@ def test_a_pass_is_taken_back_once_and_holds_nothing_then() -> None:
     with pytest.raises(AssertionError, match="the forward comes first"):
         scored.backward(d_log_probs)
     assert not scored._pass._saved and scored._pass._last_h is None
+
+
+@pytest.mark.parametrize("family", ["granite", "phi3", "olmo3"])
+def test_a_gpu_is_asked_for_tensors_of_the_right_shapes(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without launching a kernel: norms behind blocks, for example, are made although the linear
+    that reads the residual stream has 8 bits.
+    """
+    meta_memory.without_launches(monkeypatch)
+    config = ModelConfig(family, 64, 256, 256, 2, 4, 4, 64, 256, 1e-6, 1e4, True)
+    config = replace(config, partial_rotary_factor=0.75 if family == "phi3" else 1.0)
+    for preset in ("fp8", "int8"):
+        policy = meta_memory.meta_policy(config, PrecisionConfig.model_validate(preset))
+        for recompute in LEVELS:
+            assert meta_memory.micro_batch_bytes(policy, (128, 70), recompute)["peak"] > 0

@@ -15,6 +15,7 @@ from isobit.config.precision import PrecisionConfig
 from isobit.kernels.spec.quantise import dequantise_int8
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.decoder import build_decoder
+from isobit.models.families import FAMILIES
 from isobit.models.folder import load_policy
 from isobit.models.policy import Policy, random_policy
 from isobit.models.safetensors import WEIGHTS_FILE
@@ -134,9 +135,7 @@ def test_a_flow_without_fp8_is_refused(preset: str, why: str) -> None:
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize(
-    "family", ["llama", "mistral", "qwen2", "qwen3", "smollm3", "qwen3_moe", "mixtral"]
-)
+@pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize("config", [WHOLE, NARROW_KEYS], ids=["whole", "narrow keys"])
 def test_transformers_loads_it_and_computes_what_we_do(
     family: Family, config: ModelConfig, tmp_path: Path

@@ -18,6 +18,7 @@ from isobit.models.config import Experts, Lora, ModelConfig
 from isobit.models.mlp import RouterCoefficients
 from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy, random_policy
+from isobit.models.rope import YarnScaling
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.models.shared_prefix import RowSum, SharedAttention, SharedRows
 from isobit.records.batch import PackedBatch, TokenScores
@@ -37,6 +38,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "experts": {"family": "qwen3_moe", "experts": Experts(4, 2, 64, True)},
     "adapters": {"lora": Lora(4, 8.0, ("q_proj", "v_proj", "down_proj"))},
     "value head": {"value_head": True},
+    "turned in part": {"family": "phi3", "partial_rotary_factor": 0.75},
+    "norms behind": {
+        "family": "olmo3",
+        "sliding_window": 20,
+        "windowless_layers": (1,),
+        "rope_scaling": YarnScaling(4.0, 32),
+    },
 }
 PROMPTS = (1, 63, 64, 65, 130)
 

@@ -31,6 +31,8 @@ NARROW = replace(SMALL, num_heads=4, num_kv_heads=4, head_dim=32, hidden_size=25
 
 BEYOND = replace(SMALL, tokenizer_size=555)
 """Rows beyond the tokenizer, whose last block of tokens is a short one."""
+FUSED = replace(TIED, family="phi3", partial_rotary_factor=0.75)
+"""The same in one matrix, of heads that are turned in part."""
 
 
 def masters(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
@@ -71,7 +73,16 @@ def forward(policy: SampledPolicy) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("preset", EXACT)
 @pytest.mark.parametrize(
     ("config", "ranks"),
-    [(SMALL, 2), (SMALL, 4), (TIED, 4), (NARROW, 2), (NARROW, 4), (BEYOND, 2), (BEYOND, 4)],
+    [
+        (SMALL, 2),
+        (SMALL, 4),
+        (TIED, 4),
+        (FUSED, 4),
+        (NARROW, 2),
+        (NARROW, 4),
+        (BEYOND, 2),
+        (BEYOND, 4),
+    ],
 )
 def test_every_rank_has_the_bits_of_the_whole(config: ModelConfig, ranks: int, preset: Preset):
     hidden, logits = forward(whole(config, preset))
@@ -151,6 +162,7 @@ def test_a_rank_holds_its_share_alone():
 @pytest.mark.parametrize(
     ("config", "ranks", "names"),
     [
+        (replace(SMALL, family="olmo2"), 2, "norms of Q and K of a olmo2 model are over all heads"),
         (SMALL, 3, "4 KV heads are not shared evenly by so many ranks; take 1, 2, 4"),
         (replace(SMALL, intermediate_size=128), 2, "intermediate_size is 128"),
         (replace(SMALL, family="qwen3_moe", experts=Experts(4, 2, 64, True)), 2, "4 experts"),

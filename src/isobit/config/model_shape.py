@@ -6,11 +6,14 @@ from pydantic import Field
 
 from isobit.config.base import Strict
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "smollm3", "qwen3_moe", "mixtral"]
+Family = Literal[
+    "llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "phi3", "olmo2", "olmo3",
+    "qwen3_moe", "mixtral",
+]  # fmt: skip
 """The ``model_type`` of a Hugging Face ``config.json``."""
 MIXTURES: tuple[Family, ...] = ("qwen3_moe", "mixtral")
 """Families with experts."""
-WINDOWED: tuple[Family, ...] = ("mistral", "mixtral")
+WINDOWED: tuple[Family, ...] = ("mistral", "phi3", "mixtral")
 """Families whose layers may have a sliding window."""
 MAX_VOCAB_SIZE = 1 << 22
 MAX_WIDTH = 1 << 20
@@ -41,7 +44,7 @@ class ModelShape(Strict):
     rope_theta: float = Field(default=10000.0, ge=1.01, le=1e15)
     tied_embeddings: bool = True
     sliding_window: int | None = Field(default=None, gt=0, le=MAX_POSITIONS)
-    """Keys that a query sees, in the families mistral and mixtral; by default all."""
+    """Keys that a query sees, in the families mistral, phi3 and mixtral; by default all."""
     num_experts: int | None = Field(default=None, gt=0, le=MAX_EXPERTS)
     """Experts of each layer, in the families qwen3_moe and mixtral."""
     num_experts_per_tok: int = Field(default=2, gt=0, le=MAX_EXPERTS)

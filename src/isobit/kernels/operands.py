@@ -403,14 +403,19 @@ class RopeTable:
 
     cos: torch.Tensor
     sin: torch.Tensor
-    unturned: "RopeTable | None" = None
-    """The table of layers without rotary positions, of ones and zeros, where a decoder has any."""
+    other: "RopeTable | None" = None
+    """The table of layers without rotary positions, of ones and zeros, or without their scaling,
+    where a decoder has any.
+    """
 
     @classmethod
     def build(
-        cls, inverse_frequencies: torch.Tensor, positions: int, attention_scaling: float = 1.0
+        cls,
+        inverse_frequencies: torch.Tensor,
+        positions: int,
+        attention_scaling: torch.Tensor | float = 1.0,
     ) -> "RopeTable":
-        """Make the table from FP64 inverse frequencies [D/2] and the factor of cos and sin."""
+        """Make the table from FP64 inverse frequencies [D/2] and the factors of cos and sin."""
         cos, sin = torch.empty(2, positions, len(inverse_frequencies), dtype=torch.float32).unbind()
         for first in range(0, positions, _ROWS):
             places = torch.arange(first, min(first + _ROWS, positions), dtype=torch.float64)
@@ -421,15 +426,15 @@ class RopeTable:
 
     def with_unturned(self) -> "RopeTable":
         """The same, for a decoder with layers without rotary positions."""
-        unturned = RopeTable(torch.ones_like(self.cos), torch.zeros_like(self.sin))
-        return RopeTable(self.cos, self.sin, unturned)
+        other = RopeTable(torch.ones_like(self.cos), torch.zeros_like(self.sin))
+        return RopeTable(self.cos, self.sin, other)
 
     def tensors(self) -> list[torch.Tensor]:
-        return [self.cos, self.sin] + ([] if self.unturned is None else self.unturned.tensors())
+        return [self.cos, self.sin] + ([] if self.other is None else self.other.tensors())
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RopeTable":
-        unturned = None if self.unturned is None else self.unturned.map(function)
-        return RopeTable(function(self.cos), function(self.sin), unturned)
+        other = None if self.other is None else self.other.map(function)
+        return RopeTable(function(self.cos), function(self.sin), other)
 
     def to(self, device: torch.device) -> "RopeTable":
         return self.map(lambda x: x.to(device))

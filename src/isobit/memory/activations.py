@@ -185,7 +185,7 @@ def _layers(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> tuple[_Lay
 @cache
 def published_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> int:
     """What both sides read, shared matrices counted once, and the rotary tables."""
-    rope = 4 * shape.max_positions * shape.head_dim * (2 if shape.no_rope_layers else 1)
+    rope = 4 * shape.max_positions * shape.head_dim * (2 if shape.other_rope_layers else 1)
     head = 0
     if not shape.score_head:
         sites = {graph.site(LM_HEAD) for graph in (flow.rollout, flow.training)}

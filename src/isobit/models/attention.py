@@ -21,6 +21,7 @@ from isobit.kernels.operands import (
 )
 from isobit.kernels.sizes import AttentionShape, Sizes
 from isobit.models.config import ModelConfig
+from isobit.models.families import FAMILIES
 from isobit.models.layers import (
     Gradient,
     Linear,
@@ -39,9 +40,9 @@ from isobit.precision.quant_tensor import DTYPES, EIGHT_BITS
 class SavedAttention:
     """Tensors that the backward reads. Inputs of linears are in the format of WGrad's operand."""
 
-    h: torch.Tensor
+    h: torch.Tensor  # what the norm reads: the residual stream, or the output that it is behind
     normed: SavedInput  # of qkv_proj
-    qkv: torch.Tensor
+    qkv: torch.Tensor  # in front of norms over all heads
     attended: Attended
     out: SavedInput  # of o_proj
 
@@ -52,29 +53,37 @@ class Attention:
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self._layer, self._config = layer, config
         self._shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
+        is_behind = FAMILIES[config.family].norms_behind
         self._norm = Norm(
-            f"{path}.input_norm",
+            f"{path}.attention_output_norm" if is_behind else f"{path}.input_norm",
             hidden,
-            f"model.{path}.input_layernorm.weight",
-            config.rms_epsilon,
+            f"model.{path}.{'post_attention' if is_behind else 'input'}_layernorm.weight",
+            config.stream_epsilon,
             residual=f"layers.{layer - 1}.mlp_residual",
             linear=f"{path}.qkv_proj",
             is_frozen=config.lora is not None,
+            is_behind=is_behind,
         )
         checkpoint = f"model.{path}.self_attn"
         self._qkv = Linear(
             f"{path}.qkv_proj",
-            LinearShape({"q_proj": queries, "k_proj": keys, "v_proj": keys}, hidden),
+            LinearShape(
+                {"qkv_proj": queries + 2 * keys}
+                if config.is_fused
+                else {"q_proj": queries, "k_proj": keys, "v_proj": keys},
+                hidden,
+            ),
             checkpoint,
             has_bias=config.qkv_bias,
             lora=config.lora,
         )
         out = LinearShape({"o_proj": hidden}, queries)
         self._out = Linear(f"{path}.o_proj", out, checkpoint, lora=config.lora)
-        names = ("q_norm", "k_norm") if config.qk_norm else ()
+        dim = config.head_dim
+        sizes = (queries, keys) if config.wide_qk_norm else (dim, dim) if config.qk_norm else ()
         self._head_norms = {
-            f"{path}.{name}.weight": norm_master(config.head_dim, f"{checkpoint}.{name}.weight")
-            for name in names
+            f"{path}.{name}.weight": norm_master(size, f"{checkpoint}.{name}.weight")
+            for name, size in zip(("q_norm", "k_norm"), sizes, strict=False)
         }
 
     def sites(self) -> tuple[SiteShape, ...]:
@@ -99,12 +108,12 @@ class Attention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """h and x [T, C] -> the residual stream, and what is to be added to it."""
         h, a = self._norm.forward(weights, h, x, self._qkv.saves(save=False))
-        qkv = self._qkv.forward(weights, a)
+        qkv = self._normed(weights, self._paired(self._qkv.forward(weights, a)))
         out = attend(self._layer, qkv, self._transform(weights))
         observe(out, "layers", self._layer, "attention")
         split = weights.tensor_parallel
         made = self._out.input(weights, out, self._out.saves(save=False), split.queries)
-        return h, self._out.joined(weights, made, split.queries)
+        return h, self._norm.behind(weights, self._out.joined(weights, made, split.queries))
 
     def saving_forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, attend: AttendWithBackward
@@ -112,11 +121,15 @@ class Attention:
         """The same bits, and what the backward reads."""
         h, a = self._norm.forward(weights, h, x, self._qkv.saves(save=True))
         qkv, normed = self._qkv.saving_forward(weights, a)
-        out, attended = attend.attend(self._layer, qkv, self._transform(weights))
+        qkv = self._paired(qkv)
+        seen = self._normed(weights, qkv)
+        out, attended = attend.attend(self._layer, seen, self._transform(weights))
         observe(out, "layers", self._layer, "attention")
         made = self._out.input(weights, out, self._out.saves(save=True))
-        x, saved = self._out.saving_forward(weights, made)
-        return h, x, SavedAttention(h, normed, qkv, attended, saved)
+        out, saved = self._out.saving_forward(weights, made)
+        read = out if self._norm.is_behind else h
+        kept = SavedAttention(read, normed, qkv, attended, saved)
+        return h, self._norm.behind(weights, out), kept
 
     def backward(
         self,
@@ -128,7 +141,8 @@ class Attention:
         d: torch.Tensor,
     ) -> torch.Tensor:
         """The gradient of the residual stream after this unit [T, C] -> before it."""
-        d_out = self._out.backward(weights, gradient, d, saved.out)
+        d_out = self._norm.behind_backward(weights, gradient, d, saved.h)
+        d_out = self._out.backward(weights, gradient, d_out, saved.out)
         # no name holds dQ, dK and dV: they are gone when the projection's backward begins
         d_qkv = weights.backend.qkv_backward(
             *attend.backward(saved.attended, d_out),
@@ -137,8 +151,63 @@ class Attention:
             positions,
             self._gradients(gradient),
         )
+        d_qkv = self._normed_backward(weights, gradient, d_qkv, saved.qkv)
+        d_qkv = self._paired(d_qkv, back=True)
         d_a = self._qkv.backward(weights, gradient, d_qkv, saved.normed)
         return self._norm.backward(weights, gradient, d_a, saved.h, d)
+
+    def _normed(self, weights: Weights, qkv: torch.Tensor) -> torch.Tensor:
+        """RMSNorms over all heads of Q and of K, [T, (H + 2 G) D], where a family has them: they
+        are made before a kernel takes heads apart.
+        """
+        if not self._config.wide_qk_norm:
+            return qkv
+        norm, (*parts, v) = weights.backend.add_rms_norm, self._heads(qkv)
+        for place, (name, epsilon) in enumerate(self._wide_norms()):
+            made = norm(parts[place], None, weights.plain[name], epsilon, None).norm
+            assert made is not None
+            parts[place] = observe(made, name.removesuffix(".weight"))
+        return torch.cat([*parts, v], 1)
+
+    def _normed_backward(
+        self, weights: Weights, gradient: Gradient, d_qkv: torch.Tensor, qkv: torch.Tensor
+    ) -> torch.Tensor:
+        """The gradient of ``_normed``'s output -> that of its input, which is ``qkv``."""
+        if not self._config.wide_qk_norm:
+            return d_qkv
+        (*parts, dv), read = self._heads(d_qkv), self._heads(qkv)
+        for place, (name, epsilon) in enumerate(self._wide_norms()):
+            grad = None if self._config.lora is not None else gradient(name)
+            parts[place] = weights.backend.rms_norm_backward(
+                parts[place], read[place], weights.plain[name], epsilon, None, grad
+            )
+        return torch.cat([*parts, dv], 1)
+
+    def _heads(self, qkv: torch.Tensor) -> list[torch.Tensor]:
+        """[T, (H + 2 G) D] -> Q [T, H D], K and V [T, G D], contiguous."""
+        shape = self._shape
+        counts = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads
+        split = qkv.split([count * shape.head_dim for count in counts], 1)
+        return [part.contiguous() for part in split]
+
+    def _wide_norms(self) -> list[tuple[str, float]]:
+        """Names of their weights, and epsilons."""
+        return [(name, self._config.rms_epsilon) for name in self._head_norms]
+
+    def _paired(self, qkv: torch.Tensor, back: bool = False) -> torch.Tensor:
+        """Where positions turn the first elements of heads only, put them where the rotation of
+        whole heads finds its pairs: (a1 a2 b1 b2) -> (a1 b1 a2 b2), with the halves a1, a2 of what
+        is turned, in Q and in K, so that q . k stays. In place, [T, (H + 2 G) D]; or ``back``.
+        """
+        dim, turned = self._config.head_dim, self._config.rotary_size // 2
+        if 2 * turned == dim:
+            return qkv
+        rotated = qkv.shape[1] * (self._shape.num_heads + self._shape.num_kv_heads)
+        rotated //= self._shape.num_heads + 2 * self._shape.num_kv_heads
+        heads = qkv[:, :rotated].unflatten(1, (-1, dim))
+        middle, other = heads[..., turned : turned + dim // 2], dim // 2 - turned
+        middle.copy_(middle.roll(-other if back else other, -1))
+        return qkv
 
     def bytes(self, sizes: Sizes, graph: Graph) -> UnitBytes:
         config = self._config
@@ -153,6 +222,8 @@ class Attention:
         keys = a * shape.num_kv_heads * shape.head_dim
         saved = stream + self._qkv.saved_bytes(sizes, graph) + qkv + encoded
         read = self._qkv.read_bytes(sizes, graph)
+        moved = qkv // 2 if config.rotary_size < config.head_dim else 0
+        moved = 2 * qkv if config.wide_qk_norm else moved
         linears = self._qkv, self._out
         adapter = max(linear.adapter_bytes(graph) for linear in linears)
         adapter_gradients = max(linear.adapter_bytes(graph, backward=True) for linear in linears)
@@ -160,10 +231,10 @@ class Attention:
             saved=saved + self._out.saved_bytes(sizes, graph, is_kept=True),
             input=stream,
             read=read,
-            kept=adapter,
-            made=(read or stream) + encoded + adapter,
+            kept=adapter + (max(stream, qkv) if self._norm.is_behind else 0),
+            made=(read or stream) + max(encoded, moved) + adapter,
             gradients=adapter_gradients
-            + stream
+            + (2 * stream if self._norm.is_behind else stream)
             + max(
                 2 * attended + sizes.attention_gradients(shape, format) + 2 * keys,
                 attended + sizes.gradient(qkv_site, sum(qkv_site.parts), config.hidden_size),
@@ -188,9 +259,9 @@ class Attention:
         path = f"layers.{self._layer}"
         scale_bytes, maxima = self._tensor_scales(weights)
         rope = weights.rope
-        if self._layer in config.no_rope_layers:
-            assert rope.unturned is not None
-            rope = rope.unturned
+        if self._layer in config.other_rope_layers:
+            assert rope.other is not None
+            rope = rope.other
         return QkvTransform(
             config.num_heads // weights.tensor_parallel.size,
             config.num_kv_heads // weights.tensor_parallel.size,

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from isobit.config.lora import LoraConfig
 from isobit.config.model_shape import (
-    MAX_EXPERTS,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_POSITIONS,
@@ -22,35 +22,32 @@ from isobit.config.model_shape import (
     MAX_WIDTH,
     Family,
 )
-from isobit.models.config_fields import ConfigFields, is_neutral
-from isobit.models.families import (
-    ARCHITECTURES,
-    FAMILIES,
-    FEATURES,
-    NO_ROPE_KEYS,
-    REWARD_ARCHITECTURES,
+from isobit.models.config_fields import ConfigFields
+from isobit.models.families import FAMILIES
+from isobit.models.family_keys import (
+    UNSCALED,
+    Experts,
+    Multipliers,
+    no_rope_layers,
+    read_architecture,
+    read_experts,
+    read_multipliers,
+    read_no_rope,
+    read_window,
+    refuse_labels,
+    refuse_unsupported,
 )
-from isobit.models.rope import Llama3Scaling, RopeScaling, read_rope, rope_json
+from isobit.models.rope import (
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnScaling,
+    read_rope,
+    rope_json,
+)
 from isobit.util.errors import ConfigError, ModelError
 
 MAX_HEAD_DIM = 256
-
-_LABELS_BY_DEFAULT = 2  # the number of labels in transformers if config.json does not give it
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """The experts of a mixture of experts, which replace the MLP."""
-
-    count: int
-    top_k: int
-    """Experts per token."""
-    intermediate_size: int
-    """The intermediate size of each expert."""
-    renormalise: bool
-    """Whether the weights of a token's experts are scaled to sum to 1."""
-    dense_layers: tuple[int, ...] = ()
-    """Layers that have an ordinary MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +88,8 @@ class ModelConfig:
     rope_theta: float
     tied_embeddings: bool
     rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0
+    """The share of a head, its first elements, that is turned by positions."""
     experts: Experts | None = None
     score_head: bool = False
     """Whether it is a reward model, with one score instead of lm_head's logits."""
@@ -104,8 +103,11 @@ class ModelConfig:
     """The number of keys that a query sees, including its own; None: all before it."""
     full_layers: int = 0
     """The number of first layers without a window."""
+    windowless_layers: tuple[int, ...] = ()
+    """Further layers without one."""
     no_rope_layers: tuple[int, ...] = ()
     """Layers whose queries and keys are not turned by their positions."""
+    multipliers: Multipliers = UNSCALED
     tokenizer_size: int | None = None
     """The number of lm_head's first rows that are tokens of the tokenizer, where there are more
     rows: the others are left out of the distribution. None: every row is in it.
@@ -126,6 +128,11 @@ class ModelConfig:
                 f"head size {self.head_dim} is not supported: it must be even and at most "
                 f"{MAX_HEAD_DIM}"
             )
+        if self.score_head and FAMILIES[self.family].reward_architecture is None:
+            raise ModelError(
+                f"a {self.family} model cannot give scores: transformers has no class for its "
+                "reward models; take a model of another family"
+            )
         if self.experts is not None and self.experts.top_k > self.experts.count:
             raise ModelError(
                 f"{self.experts.top_k} experts for each token are more than there are, "
@@ -133,6 +140,11 @@ class ModelConfig:
             )
 
     def _check_lora(self, lora: "Lora") -> None:
+        if self.is_fused:
+            raise ModelError(
+                f"LoRA does not train a {self.family} model, whose q, k and v are one matrix, and "
+                "gate and up another; leave [lora] out, or take a model of another family"
+            )
         if self.experts is not None:
             raise ModelError(
                 f"LoRA does not train a {self.family} model: adapters of a mixture of experts are "
@@ -160,7 +172,20 @@ class ModelConfig:
     @property
     def qk_norm(self) -> bool:
         """Whether each query and key head has an RMSNorm."""
-        return FAMILIES[self.family].qk_norm
+        return FAMILIES[self.family].qk_norm == "each head"
+
+    @property
+    def wide_qk_norm(self) -> bool:
+        """Whether all query heads together have an RMSNorm, and all key heads."""
+        return FAMILIES[self.family].qk_norm == "all heads"
+
+    @property
+    def other_rope_layers(self) -> tuple[int, ...]:
+        """Layers with ``RopeTable.other``."""
+        by_type = FAMILIES[self.family].windows == "layer types"
+        if self.rope_scaling is None or not by_type:
+            return self.no_rope_layers
+        return tuple(n for n in range(self.num_layers) if self.window(n) is not None)
 
     @property
     def qkv_bias(self) -> bool:
@@ -172,9 +197,32 @@ class ModelConfig:
         """The factor of the cosines and sines of rotary positions."""
         return 1.0 if self.rope_scaling is None else self.rope_scaling.attention_scaling
 
+    @property
+    def rotary_size(self) -> int:
+        """The elements of a head that are turned by positions."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether checkpoints have q, k and v as one matrix, and gate and up."""
+        return FAMILIES[self.family].is_fused
+
+    @property
+    def embedding_scale(self) -> float:
+        """The factor of the embedding in a residual stream of 1 / ``multipliers.residual`` times
+        the size, to which every x is added as it is.
+        """
+        return self.multipliers.embedding / self.multipliers.residual
+
+    @property
+    def stream_epsilon(self) -> float:
+        """``rms_epsilon`` of the norms of that stream."""
+        return self.rms_epsilon / self.multipliers.residual**2
+
     def window(self, layer: int) -> int | None:
         """The number of keys that a layer's query sees, including its own; None: all before it."""
-        return self.sliding_window if layer >= self.full_layers else None
+        has_window = layer >= self.full_layers and layer not in self.windowless_layers
+        return self.sliding_window if has_window else None
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has experts instead of an MLP."""
@@ -184,16 +232,17 @@ class ModelConfig:
     def from_hf(cls, config: dict[str, Any], source: str) -> "ModelConfig":
         """Read a ``config.json``. Raises ModelError for what this decoder does not compute."""
         fields = ConfigFields(config, source)
-        family, scores = _read_architecture(fields)
-        _refuse_unsupported(fields, family)
+        family, scores = read_architecture(fields)
+        refuse_unsupported(fields, family)
         if scores:
-            _refuse_labels(fields)
+            refuse_labels(fields)
         heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
         hidden = fields.integer("hidden_size", 1, MAX_WIDTH)
         positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
         layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
         head_dim = FAMILIES[family].default_head_dim or hidden // heads
-        theta, scaling = read_rope(fields, FAMILIES[family].default_rope_theta, positions)
+        head_dim = fields.integer("head_dim", 1, MAX_WIDTH, head_dim)
+        theta, scaling, partial = read_rope(fields, FAMILIES[family], positions, head_dim)
         values: dict[str, Any] = {
             "family": family,
             "vocab_size": fields.integer("vocab_size", 1, MAX_VOCAB_SIZE),
@@ -202,21 +251,24 @@ class ModelConfig:
             "num_layers": layers,
             "num_heads": heads,
             "num_kv_heads": fields.integer("num_key_value_heads", 1, MAX_HEADS, heads),
-            "head_dim": fields.integer("head_dim", 1, MAX_WIDTH, head_dim),
+            "head_dim": head_dim,
             "max_positions": positions,
             "rms_epsilon": fields.number("rms_norm_eps", 1e-30, 1),
             "rope_theta": theta,
             "tied_embeddings": fields.flag("tie_word_embeddings", FAMILIES[family].default_tied),
             "rope_scaling": scaling,
-            "experts": _read_experts(fields, family, layers),
+            "partial_rotary_factor": partial,
+            "experts": read_experts(fields, family, layers),
             "score_head": scores,
             # -1 is no token, as in folders of early Llama models
             "pad_token_id": fields.optional_integer("pad_token_id", -1, MAX_VOCAB_SIZE)
             if scores
             else None,
         }
-        values |= _read_window(fields, family, layers)
-        values["no_rope_layers"] = _read_no_rope(fields, family, layers)
+        values |= read_window(fields, family, layers)
+        values["no_rope_layers"] = read_no_rope(fields, family, layers)
+        if "attention_multiplier" in FAMILIES[family].computes:
+            values["multipliers"] = read_multipliers(fields, values["head_dim"])
         try:
             return cls(**values)
         except ModelError as error:
@@ -244,9 +296,12 @@ class ModelConfig:
             "hidden_act": "silu",
             "attention_bias": False,
             "tie_word_embeddings": self.tied_embeddings,
-            **rope_json(self.rope_theta, self.rope_scaling),
+            **rope_json(self.rope_theta, self.rope_scaling, self.partial_rotary_factor, traits),
+            # a missing id is one of the family's, perhaps beyond the vocabulary
+            **({"pad_token_id": self.pad_token_id} if traits.default_pad else {}),
             **self._window_json(),
             **self._no_rope_json(),
+            **self._multipliers_json(),
             **self._experts_json(),
             "dtype": "bfloat16",
         }
@@ -255,6 +310,12 @@ class ModelConfig:
         windows = FAMILIES[self.family].windows
         if windows == "every layer":
             return {"sliding_window": self.sliding_window}
+        if windows == "layer types":
+            seen = [self.window(layer) for layer in range(self.num_layers)]
+            kinds = ["full_attention" if one is None else "sliding_attention" for one in seen]
+            # transformers asks for a window even where no layer has one
+            window = self.sliding_window or FAMILIES[self.family].default_window
+            return {"sliding_window": window, "layer_types": kinds}
         if self.sliding_window is None:
             return {}
         upper = {"use_sliding_window": True, "max_window_layers": self.full_layers}
@@ -264,8 +325,19 @@ class ModelConfig:
         if FAMILIES[self.family].default_no_rope_interval is None:
             return {}
         rotary = [int(layer not in self.no_rope_layers) for layer in range(self.num_layers)]
-        # a missing id is 128,004 to transformers, perhaps beyond the vocabulary
-        return {"no_rope_layers": rotary, "pad_token_id": self.pad_token_id}
+        return {"no_rope_layers": rotary}
+
+    def _multipliers_json(self) -> dict[str, Any]:
+        if "attention_multiplier" not in FAMILIES[self.family].computes:
+            return {}
+        factors = self.multipliers
+        plain = self.head_dim**-0.5
+        return {
+            "embedding_multiplier": factors.embedding,
+            "attention_multiplier": plain if factors.attention is None else factors.attention,
+            "residual_multiplier": factors.residual,
+            "logits_scaling": factors.logits_scaling,
+        }
 
     def _experts_json(self) -> dict[str, Any]:
         experts, keys = self.experts, FAMILIES[self.family].experts
@@ -283,11 +355,27 @@ class ModelConfig:
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """Rotary frequencies, FP64 [D/2]: theta^(-2i/D), scaled as the config says."""
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    """Rotary frequencies, FP64 [D/2]: theta^(-2i/R) of the R elements that are turned, scaled as
+    the config says, and zeros for the others.
+    """
+    size, scaling = config.rotary_size, config.rope_scaling
+    half = torch.arange(0, size, 2, dtype=torch.float64) / size
     frequencies = torch.exp(half * -math.log(config.rope_theta))
-    scaling = config.rope_scaling
-    return frequencies if scaling is None else scaling.stretched(frequencies, config.rope_theta)
+    if scaling is not None:
+        frequencies = scaling.stretched(frequencies, config.rope_theta, config.max_positions)
+    return F.pad(frequencies, (0, (config.head_dim - size) // 2))
+
+
+def rotary_scales(config: ModelConfig) -> torch.Tensor:
+    """The factors of cosines and sines, FP64 [D/2]: ``attention_scaling``, and what makes the
+    scores of attention those of ``multipliers.attention``, since Q and K both have it.
+    """
+    wanted, scale = config.multipliers.attention, config.attention_scaling
+    if wanted is not None:
+        scale *= math.sqrt(wanted * math.sqrt(config.head_dim))
+    scales = torch.ones(config.head_dim // 2, dtype=torch.float64)
+    scales[: config.rotary_size // 2] = scale
+    return scales
 
 
 _FREQUENCY_ERROR = 4e-6
@@ -310,112 +398,6 @@ def rotary_buffer(
     return expected, (angles + 1) * _FREQUENCY_ERROR
 
 
-def _read_architecture(fields: ConfigFields) -> tuple[Family, bool]:
-    """The family, and whether it is a reward model."""
-    known = ARCHITECTURES | REWARD_ARCHITECTURES
-    named = fields.list_of("architectures", str) or ["(none)"]
-    if len(named) != 1 or named[0] not in known:
-        raise fields.refusal("architectures", f"supported are {', '.join(known)}")
-    family = known[named[0]]
-    if fields.text("model_type", family) != family:
-        raise fields.refusal("model_type", f"expected {family!r}, as architectures says")
-    return family, named[0] in REWARD_ARCHITECTURES
-
-
-def _refuse_unsupported(fields: ConfigFields, family: Family) -> None:
-    """Refuse keys that would make the decoder another function, and features that are not built."""
-    if fields.text("hidden_act", "silu") != "silu":
-        raise fields.refusal("hidden_act", "expected 'silu'")
-    if fields.flag("attention_bias", False) and not FAMILIES[family].qkv_bias:
-        raise fields.refusal("attention_bias")
-    if fields.has("quantization_config"):
-        raise fields.refusal("quantization_config")
-    computed = () if FAMILIES[family].default_no_rope_interval is None else NO_ROPE_KEYS
-    for key, neutral in FEATURES.items():
-        if key not in computed and not is_neutral(fields.values.get(key), neutral):
-            raise fields.refusal(key)
-
-
-def _refuse_labels(fields: ConfigFields) -> None:
-    """``num_labels`` as transformers reads it: given, or the number of entries of ``id2label``."""
-    named = fields.values.get("id2label")
-    counted = len(named) if isinstance(named, dict | list) else _LABELS_BY_DEFAULT
-    labels = fields.integer("num_labels", 0, MAX_WIDTH, counted)
-    if labels != 1:
-        raise ModelError(
-            f"{fields.source}: num_labels = {labels} is not supported; a reward model gives one "
-            "score (num_labels 1)"
-        )
-
-
-def _read_window(fields: ConfigFields, family: Family, layers: int) -> dict[str, Any]:
-    """``sliding_window`` and ``full_layers``."""
-    traits = FAMILIES[family]
-    window, full_layers = traits.default_window, 0
-    if traits.windows == "every layer":
-        if "sliding_window" in fields.values:  # null is none
-            window = fields.optional_integer("sliding_window", 1, MAX_POSITIONS)
-    elif fields.flag("use_sliding_window", False):
-        if traits.windows == "none":
-            raise fields.refusal("use_sliding_window")
-        window = fields.optional_integer("sliding_window", 1, MAX_POSITIONS)
-        full_layers = fields.integer("max_window_layers", 0, MAX_LAYERS)
-    elif family == "llama" and fields.has("sliding_window"):
-        raise fields.refusal("sliding_window")
-    if window is None or full_layers >= layers:
-        window, full_layers = None, 0
-    kinds = fields.list_of("layer_types", str)
-    windowed = 0 if window is None else layers - full_layers
-    expected = ["full_attention"] * (layers - windowed) + ["sliding_attention"] * windowed
-    if kinds is not None and kinds != expected:
-        raise fields.refusal("layer_types", "sliding_window and its neighbours say otherwise")
-    return {"sliding_window": window, "full_layers": full_layers}
-
-
-def no_rope_layers(interval: int, layers: int) -> tuple[int, ...]:
-    """Every layer with a number, from 1 on, that ``interval`` divides."""
-    return tuple(range(interval - 1, layers, interval))
-
-
-def _read_no_rope(fields: ConfigFields, family: Family, layers: int) -> tuple[int, ...]:
-    """A list with 1 for every layer that has rotary positions, or else the interval of those that
-    have not.
-    """
-    default = FAMILIES[family].default_no_rope_interval
-    if default is None:
-        return ()
-    rotary = fields.list_of("no_rope_layers", int)
-    if rotary is None:
-        interval = fields.integer("no_rope_layer_interval", 1, MAX_LAYERS, default)
-        return no_rope_layers(interval, layers)
-    if len(rotary) < layers or not {*rotary} <= {0, 1}:
-        raise fields.refusal("no_rope_layers", f"expected a 0 or 1 for each of {layers} layers")
-    return tuple(layer for layer in range(layers) if not rotary[layer])
-
-
-def _read_experts(fields: ConfigFields, family: Family, layers: int) -> Experts | None:
-    keys = FAMILIES[family].experts
-    if keys is None:
-        return None
-    named = [key for key in keys.counts if fields.has(key)] or [keys.counts[0]]
-    count, *others = (fields.integer(key, 1, MAX_EXPERTS) for key in named)
-    if any(other != count for other in others):
-        raise fields.refusal(named[1], f"{named[0]} is {count:,}")
-    renormalise, dense = True, tuple[int, ...]()
-    if keys.renormalise is not None:
-        renormalise = fields.flag(keys.renormalise, False)
-        step = fields.integer("decoder_sparse_step", 1, MAX_LAYERS, 1)
-        dense_by_name = fields.list_of("mlp_only_layers", int) or []
-        dense = tuple(n for n in range(layers) if n in dense_by_name or (n + 1) % step)
-    return Experts(
-        count=count,
-        top_k=fields.integer("num_experts_per_tok", 1, count),
-        intermediate_size=fields.integer(keys.width, 1, MAX_WIDTH),
-        renormalise=renormalise,
-        dense_layers=dense,
-    )
-
-
 def _qwen3(hidden: int, mlp: int, layers: int, heads: int, tied: bool = False) -> ModelConfig:
     return ModelConfig(
         family="qwen3",
@@ -434,6 +416,15 @@ def _qwen3(hidden: int, mlp: int, layers: int, heads: int, tied: bool = False) -
 
 
 _LLAMA3_SCALING = Llama3Scaling(8.0, 1.0, 4.0, 8192)
+
+_PHI4_LONG_FACTOR = (
+    1.0, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649,
+    2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845,
+    5.351743533, 5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158,
+    11.70738129, 13.09260651, 14.64173252, 16.37415215, 18.31155283, 20.47818807, 22.90118105,
+    25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71,
+    32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
+)  # fmt: skip
 
 SHAPES: dict[str, ModelConfig] = {
     "smollm2-135m": ModelConfig(
@@ -478,6 +469,28 @@ SHAPES: dict[str, ModelConfig] = {
         *("smollm3", 128256, 2048, 11008, 36, 16, 4, 128, 65536, 1e-6, 5e6),
         tied_embeddings=True,
         no_rope_layers=no_rope_layers(4, 36),
+    ),
+    "granite-3.3-2b": ModelConfig(
+        *("granite", 49159, 2048, 8192, 40, 32, 8, 64, 131072, 1e-5, 1e7),
+        tied_embeddings=True,
+        multipliers=Multipliers(12.0, 0.015625, 0.22, 8.0),
+    ),
+    "phi-4-mini": ModelConfig(
+        *("phi3", 200064, 3072, 8192, 32, 24, 8, 128, 131072, 1e-5, 1e4),
+        tied_embeddings=True,
+        rope_scaling=LongRopeScaling((1.0,) * 48, _PHI4_LONG_FACTOR, 4096, 32.0),
+        partial_rotary_factor=0.75,
+        sliding_window=262144,
+    ),
+    "olmo2-1b": ModelConfig(
+        *("olmo2", 100352, 2048, 8192, 16, 16, 16, 128, 4096, 1e-6, 5e5), tied_embeddings=False
+    ),
+    "olmo3-7b": ModelConfig(
+        *("olmo3", 100278, 4096, 11008, 32, 32, 32, 128, 65536, 1e-6, 5e5),
+        tied_embeddings=False,
+        rope_scaling=YarnScaling(8.0, 8192, attention_factor=1.2079441541679836),
+        sliding_window=4096,
+        windowless_layers=tuple(range(3, 32, 4)),
     ),
     "qwen3-30b-a3b": ModelConfig(
         *("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 128, 40960, 1e-6, 1e6),

@@ -64,6 +64,14 @@ class ConfigFields:
             raise self.refusal(key, f"expected a list of {kind.__name__}")
         return value
 
+    def numbers(self, key: str, least: float, most: float, count: int) -> list[float]:
+        """A list of so many finite numbers, which is required."""
+        values = self._value(key, None)
+        if type(values) is not list or len(values) != count:
+            raise self.refusal(key, f"expected a list of {count} numbers")
+        each = [ConfigFields({key: value}, self.source, self.within) for value in values]
+        return [one.number(key, least, most) for one in each]
+
     def table(self, key: str) -> "ConfigFields | None":
         """An object, or None if it is missing or empty."""
         value = self.values.get(key)

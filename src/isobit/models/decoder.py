@@ -1,7 +1,7 @@
 """The decoder: token ids in, final hidden states out, on every back end and in rollout, scoring and
 training.
 
-    h, x = embed(ids), 0
+    h, x = embed(ids), 0                     times Granite's multipliers (``embedding_scale``)
     each layer:  h, x = attention(h, x)   h = h + x,  x = o_proj(attend(qkv_proj(norm(h))))
                  h, x = mlp(h, x)         h = h + x,  x = down_proj(swiglu(gate_up_proj(norm(h))))
                                           or the weighted sum of a token's experts
@@ -40,11 +40,12 @@ LM_HEAD = "lm_head"  # its site
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """The table [V, C]."""
+    """The table [V, C], whose rows are multiplied by ``scale``."""
 
     vocab_size: int
     hidden_size: int
     is_frozen: bool = False
+    scale: float = 1.0
 
     def masters(self) -> dict[str, Master]:
         rows = {f"model.{NAME}": self.vocab_size}
@@ -52,13 +53,15 @@ class Embedding:
 
     def forward(self, weights: Weights, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> [T, C]."""
-        return observe(weights.backend.embedding(token_ids, weights.plain[NAME]), "embed_tokens")
+        rows = weights.backend.embedding(token_ids, weights.plain[NAME])
+        return observe(rows if self.scale == 1 else rows.mul_(self.scale), "embed_tokens")
 
     def backward(
         self, weights: Weights, gradient: Gradient, d: torch.Tensor, token_ids: torch.Tensor
     ) -> None:
         """d [T, C] is the gradient of the output of ``forward``."""
         if not self.is_frozen:
+            d = d if self.scale == 1 else d * self.scale
             weights.backend.embedding_backward(d, token_ids, gradient(NAME))
 
 
@@ -284,12 +287,13 @@ def build_decoder(config: ModelConfig) -> Decoder:
         "norm",
         config.hidden_size,
         "model.norm.weight",
-        config.rms_epsilon,
+        config.stream_epsilon,
         residual=f"layers.{config.num_layers - 1}.mlp_residual",
         is_frozen=is_frozen,
+        scale=1 / config.multipliers.logits_scaling,
     )
     sizes = config.vocab_size, config.hidden_size
-    embedding = Embedding(*sizes, is_frozen)
+    embedding = Embedding(*sizes, is_frozen, config.embedding_scale)
     head = Head(*sizes, config.tied_embeddings, config.num_drawn, is_frozen)
     if config.score_head:
         return Decoder(

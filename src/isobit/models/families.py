@@ -1,7 +1,7 @@
 """The families of checkpoints that the decoder computes.
 
-All families are one decoder: pre-norm, RMSNorm, rotary positions (perhaps not in every layer),
-grouped-query attention, SwiGLU.
+All families are one decoder: RMSNorm in front of blocks or behind them, rotary positions (perhaps
+not in every layer), grouped-query attention, SwiGLU.
 ``FAMILIES`` has their differences and their defaults for missing keys.
 """
 
@@ -37,13 +37,27 @@ class Traits:
     architecture: str  # the class of its language models
     reward_architecture: str | None  # the class of its reward models, if they are supported
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["none", "each head", "all heads"] = "none"
+    """The elements over which the RMSNorms of Q and of K are."""
+    norms_behind: bool = False
+    """Whether the norms of layers are behind attention and MLP instead of in front of them."""
     default_head_dim: int | None = None  # None: the hidden size over the number of heads
     default_rope_theta: float = 1e4
-    windows: Literal["none", "every layer", "upper layers"] = "none"
-    """The layers that a sliding window applies to, if config.json enables one."""
+    windows: Literal["none", "every layer", "upper layers", "layer types"] = "none"
+    """The layers that a sliding window applies to, if config.json enables one. With layer types
+    (by default three of four) rotary scaling is for the others alone.
+    """
     default_window: int | None = None
     default_tied: bool = False
+    default_pad: bool = False
+    """Whether a missing ``pad_token_id`` is some id, perhaps beyond the vocabulary."""
+    is_fused: bool = False
+    """Whether checkpoints have q, k and v as one matrix, and gate and up."""
+    partial_rotary: bool = False
+    """Whether ``partial_rotary_factor`` is read."""
+    rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    computes: tuple[str, ...] = ()
+    """Those of ``FEATURES`` that the family has."""
     default_no_rope_interval: int | None = None
     """Every layer with a number that this divides has no rotary positions, if config.json does not
     say which; None: all layers of the family have them.
@@ -59,7 +73,7 @@ FAMILIES: dict[Family, Traits] = {
     "qwen3": Traits(
         "Qwen3ForCausalLM",
         "Qwen3ForSequenceClassification",
-        qk_norm=True,
+        qk_norm="each head",
         default_head_dim=128,
         windows="upper layers",
     ),
@@ -74,12 +88,50 @@ FAMILIES: dict[Family, Traits] = {
         "SmolLM3ForSequenceClassification",
         default_rope_theta=2e6,
         default_tied=True,
+        default_pad=True,
+        computes=("no_rope_layers", "no_rope_layer_interval"),
         default_no_rope_interval=4,
+    ),
+    "granite": Traits(
+        "GraniteForCausalLM",
+        None,
+        computes=(
+            "embedding_multiplier",
+            "attention_multiplier",
+            "residual_multiplier",
+            "logits_scaling",
+        ),
+    ),
+    "phi3": Traits(
+        "Phi3ForCausalLM",
+        "Phi3ForSequenceClassification",
+        default_pad=True,
+        is_fused=True,
+        partial_rotary=True,
+        rope_kinds=("default", "longrope"),
+        windows="every layer",
+    ),
+    "olmo2": Traits(
+        "Olmo2ForCausalLM",
+        "Olmo2ForSequenceClassification",
+        qk_norm="all heads",
+        norms_behind=True,
+        default_pad=True,
+    ),
+    "olmo3": Traits(
+        "Olmo3ForCausalLM",
+        "Olmo3ForSequenceClassification",
+        qk_norm="all heads",
+        norms_behind=True,
+        default_pad=True,
+        default_rope_theta=5e5,
+        windows="layer types",
+        default_window=4096,
     ),
     "qwen3_moe": Traits(
         "Qwen3MoeForCausalLM",
         None,
-        qk_norm=True,
+        qk_norm="each head",
         experts=ExpertNames(
             counts=("num_experts", "num_local_experts"),
             width="moe_intermediate_size",
@@ -137,6 +189,3 @@ FEATURES: dict[str, tuple[Any, ...]] = {
 null and false) that do not. A folder that asks for one is refused, even if stock transformers reads
 it as one of our families: what its author meant is not what we compute.
 """
-
-NO_ROPE_KEYS = "no_rope_layers", "no_rope_layer_interval"
-"""Those of ``FEATURES`` that a family with layers without rotary positions does compute."""

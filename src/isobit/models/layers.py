@@ -354,7 +354,9 @@ def observe_input(x: LinearInput, path: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm at the start of a unit: h = h + x, y = RMSNorm(h), in the format of y's reader."""
+    """RMSNorm at the start of a unit: h = h + x, y = RMSNorm(h), in the format of y's reader. Where
+    it is behind the unit, y = h and the unit's output x = RMSNorm(x).
+    """
 
     path: str
     width: int
@@ -364,6 +366,9 @@ class Norm:
     linear: str | None = None
     """The linear that reads y; None for the last norm, which lm_head reads."""
     is_frozen: bool = False
+    scale: float = 1.0
+    """The factor of the last norm's output."""
+    is_behind: bool = False
 
     def masters(self) -> dict[str, Master]:
         return {f"{self.path}.weight": norm_master(self.width, self.checkpoint_name)}
@@ -373,9 +378,20 @@ class Norm:
     ) -> tuple[torch.Tensor, LinearInput]:
         """h and x [T, C] -> the residual stream, and its norm as the linear reads it."""
         assert self.linear is not None
+        if self.is_behind:
+            h = h if x is None else observe(h + x, self.residual)
+            return h, weights.backend.linear_input(h, weights.linears[self.linear].site, save)
         h, _, read = self._forward(weights, h, x, save)
         assert read is not None
         return h, read
+
+    def behind(self, weights: Weights, x: torch.Tensor) -> torch.Tensor:
+        """A unit's output [T, C] -> what it adds to the residual stream."""
+        if not self.is_behind:
+            return x
+        norm = self._forward(weights, x, None, save=False)[1]
+        assert norm is not None
+        return norm
 
     def keeping(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None
@@ -392,7 +408,7 @@ class Norm:
         """h and x [T, C] -> the residual stream, and its norm [T, C]."""
         h, norm, _ = self._forward(weights, h, x, save=False)
         assert norm is not None
-        return h, norm
+        return h, norm if self.scale == 1 else norm.mul_(self.scale)
 
     def _forward(
         self,
@@ -402,7 +418,8 @@ class Norm:
         save: bool,
         keep: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, LinearInput | None]:
-        site = None if self.linear is None else weights.linears[self.linear].site
+        reader = None if self.is_behind else self.linear
+        site = None if reader is None else weights.linears[reader].site
         weight = weights.plain[f"{self.path}.weight"]
         result = weights.backend.add_rms_norm(h, x, weight, self.epsilon, site, save, keep)
         if x is not None:
@@ -419,8 +436,29 @@ class Norm:
         h: torch.Tensor,
         d_residual: torch.Tensor | None,
     ) -> torch.Tensor:
-        """d_residual + the gradient through the norm, [T, C]."""
+        """d_residual + the gradient through the norm, whose input is h, [T, C]; or d_residual + dy
+        where the norm is behind.
+        """
+        if self.is_behind:
+            assert d_residual is not None
+            return d_residual + dy
+        return self._backward(weights, gradient, dy, h, d_residual)
+
+    def behind_backward(
+        self, weights: Weights, gradient: Gradient, d: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor:
+        """The gradient of ``behind`` -> that of its input x, [T, C]."""
+        return self._backward(weights, gradient, d, x, None) if self.is_behind else d
+
+    def _backward(
+        self,
+        weights: Weights,
+        gradient: Gradient,
+        dy: torch.Tensor,
+        h: torch.Tensor,
+        d_residual: torch.Tensor | None,
+    ) -> torch.Tensor:
         name = f"{self.path}.weight"
-        weight = weights.plain[name]
+        weight, dy = weights.plain[name], dy if self.scale == 1 else dy * self.scale
         grad = None if self.is_frozen else gradient(name)
         return weights.backend.rms_norm_backward(dy, h, weight, self.epsilon, d_residual, grad)

@@ -114,15 +114,20 @@ def _powers(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _norm(config: ModelConfig, path: str, linear: str) -> Norm:
-    """The norm behind the attention of a layer, which ``linear`` reads."""
+    """The norm behind the attention of a layer, which ``linear`` reads, or behind the MLP."""
+    is_behind = FAMILIES[config.family].norms_behind
+    own, theirs = "post_attention_norm", "post_attention"
+    if is_behind:
+        own, theirs = "mlp_output_norm", "post_feedforward"
     return Norm(
-        f"{path}.post_attention_norm",
+        f"{path}.{own}",
         config.hidden_size,
-        f"model.{path}.post_attention_layernorm.weight",
-        config.rms_epsilon,
+        f"model.{path}.{theirs}_layernorm.weight",
+        config.stream_epsilon,
         residual=f"{path}.attention_residual",
         linear=linear,
         is_frozen=config.lora is not None,
+        is_behind=is_behind,
     )
 
 
@@ -130,7 +135,7 @@ def _norm(config: ModelConfig, path: str, linear: str) -> Norm:
 class SavedMlp:
     """Tensors that the backward reads. Inputs of linears are in the format of WGrad's operand."""
 
-    h: torch.Tensor
+    h: torch.Tensor  # what the norm reads: the residual stream, or the output that it is behind
     normed: SavedInput  # of gate and up
     gate_up: torch.Tensor
     activation: SavedInput  # of down
@@ -148,7 +153,8 @@ class Mlp:
         self._hidden = hidden
         self._norm = _norm(config, path, f"{path}.gate_up_proj")
         checkpoint = f"model.{path}.mlp"
-        gate_up = LinearShape({"gate_proj": width, "up_proj": width}, hidden)
+        halves = {"gate_proj": width, "up_proj": width}
+        gate_up = LinearShape({"gate_up_proj": 2 * width} if config.is_fused else halves, hidden)
         self._gate_up = Linear(f"{path}.gate_up_proj", gate_up, checkpoint, lora=config.lora)
         down = LinearShape({"down_proj": hidden}, width)
         self._down = Linear(f"{path}.down_proj", down, checkpoint, lora=config.lora)
@@ -175,7 +181,7 @@ class Mlp:
         else:
             save = self._down.saves(save=False)
             activation = weights.backend.swiglu_input(gate_up, site, save)
-        return h, self._down.joined(weights, activation, split.width)
+        return h, self._norm.behind(weights, self._down.joined(weights, activation, split.width))
 
     def saving_forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None
@@ -186,13 +192,16 @@ class Mlp:
         self._observe(weights, gate_up)
         site = weights.linears[self._down.path].site
         activation = weights.backend.swiglu_input(gate_up, site, self._down.saves(save=True))
-        x, saved = self._down.saving_forward(weights, activation)
-        return h, x, SavedMlp(h, normed, gate_up, saved)
+        out, saved = self._down.saving_forward(weights, activation)
+        read = out if self._norm.is_behind else h
+        return h, self._norm.behind(weights, out), SavedMlp(read, normed, gate_up, saved)
 
     def again(self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None) -> SavedMlp:
         """Compute again what ``saving_forward`` saves, from the residual stream h + x, without
-        down_proj.
+        down_proj unless the norm is behind it.
         """
+        if self._norm.is_behind:
+            return self.saving_forward(weights, h, x, None)[2]
         h, b = self._norm.forward(weights, h, x, self._gate_up.saves(save=True))
         gate_up, normed = self._gate_up.saving_forward(weights, b)
         site, saved = weights.linears[self._down.path].site, None
@@ -209,7 +218,8 @@ class Mlp:
         routes: Routes | None,
     ) -> torch.Tensor:
         """The gradient of the residual stream after this unit [T, C] -> before it."""
-        d_activation = self._down.backward(weights, gradient, d, saved.activation)
+        d_out = self._norm.behind_backward(weights, gradient, d, saved.h)
+        d_activation = self._down.backward(weights, gradient, d_out, saved.activation)
         site = weights.linears[self._gate_up.path].site
         d_gate_up = weights.backend.swiglu_backward(d_activation, saved.gate_up, site)
         d_b = self._gate_up.backward(weights, gradient, d_gate_up, saved.normed)
@@ -229,12 +239,17 @@ class Mlp:
             saved=stream + gate_up + saved,
             input=stream,
             read=read,
-            kept=max(self._gate_up.adapter_bytes(graph), activation + down_adapter),
-            made=(read or stream) + gate_up + (activation or a * width) + down_adapter,
+            kept=max(self._gate_up.adapter_bytes(graph), activation + down_adapter)
+            + (stream if self._norm.is_behind else 0),
+            made=(read or stream)
+            + gate_up
+            + (activation or a * width)
+            + down_adapter
+            + (stream if self._norm.is_behind else 0),
             gradients=self._gate_up.adapter_bytes(graph, backward=True)
             + a * width
             + sizes.gradient(gate_up_site, 2 * width, self._hidden)
-            + 2 * stream,
+            + (3 if self._norm.is_behind else 2) * stream,
             once=max(
                 sizes.transposed(site, linear.shape.in_features)
                 for site, linear in ((gate_up_site, self._gate_up), (down_site, self._down))

@@ -13,11 +13,12 @@ from isobit.kernels.operands import (
     LinearWeight,
     RopeTable,
 )
-from isobit.models.config import ModelConfig, inverse_frequencies
+from isobit.models.config import ModelConfig, inverse_frequencies, rotary_scales
 from isobit.models.decoder import LM_HEAD, build_decoder
 from isobit.models.layers import Weights
 from isobit.models.master_values import MasterValues, ScaleConversion, is_taken, master_of
 from isobit.models.outliers import about_folded, fold_norms
+from isobit.models.rope import LongRopeScaling
 from isobit.models.safetensors import checksum_of
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import PrecisionFlow, Site
@@ -63,8 +64,12 @@ class PublishedWeights:
 
     def __init__(self, config: ModelConfig, flow: PrecisionFlow, backend: Backend) -> None:
         frequencies = inverse_frequencies(config)
-        rope = RopeTable.build(frequencies, config.max_positions, config.attention_scaling)
-        rope = rope.with_unturned() if config.no_rope_layers else rope
+        rope = RopeTable.build(frequencies, config.max_positions, rotary_scales(config))
+        if config.no_rope_layers:
+            rope = rope.with_unturned()
+        elif config.other_rope_layers:
+            plain = inverse_frequencies(replace(config, rope_scaling=None))
+            rope = replace(rope, other=RopeTable.build(plain, config.max_positions))
         rope, decoder = rope.to(backend.device), build_decoder(config)
         self.sides: dict[Side, Weights] = {
             side: Weights(backend, rope, flow.graph(side)) for side in SIDES
@@ -77,7 +82,7 @@ class PublishedWeights:
             weights.kv_scales = self.kv_scales
         if self.kv_scales is not None:
             self.sides["rollout"].kv_maxima = self.kv_scales.sampled
-        self._decoder = decoder
+        self._decoder, self._config = decoder, config
         self._flow = flow
         self._backend = backend
         self._described = decoder.masters()
@@ -103,6 +108,11 @@ class PublishedWeights:
                 master = values.to(device, torch.float32, copy=copy)
                 self.publish(name, master.detach())
             yield name, master
+        scaling = self._config.rope_scaling
+        if isinstance(scaling, LongRopeScaling) and (
+            line := scaling.about(self._config.max_positions)
+        ):
+            say(line)
         if len(self.conversion):
             say(f"isobit: {self.conversion}")
         if folded:

@@ -9,6 +9,11 @@ transformers' ``modeling_rope_utils``:
               shorter, interpolated in between (Llama 3.1)
     yarn      the same with the interpolation along i, and all cosines and sines times an attention
               factor (Peng et al., arXiv 2309.00071)
+    longrope  f_i / s_i with one of two lists of factors, and an attention factor (Ding et al.,
+              arXiv 2402.13753)
+
+With a ``partial_rotary_factor`` only the first elements of a head are turned, of which D is the
+number.
 
 transformers 5 has ``rope_parameters`` with ``rope_theta`` in it; before, ``rope_scaling`` (whose
 kind was once called ``type``) and ``rope_theta`` were separate keys. A folder may have both, but
@@ -23,6 +28,7 @@ import torch
 
 from isobit.config.model_shape import MAX_POSITIONS
 from isobit.models.config_fields import ConfigFields
+from isobit.models.families import Traits
 
 _LEAST_RAMP = 0.001  # the width of YaRN's interpolation if both borders fall on one pair
 
@@ -36,8 +42,8 @@ class LinearScaling:
 
     factor: float
 
-    def stretched(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
-        """FP64 [D/2] -> [D/2]."""
+    def stretched(self, frequencies: torch.Tensor, theta: float, positions: int) -> torch.Tensor:
+        """FP64 [D/2] -> [D/2], for a context of so many positions."""
         return frequencies / self.factor
 
 
@@ -57,8 +63,8 @@ class Llama3Scaling:
     high_freq_factor: float
     original_max_position_embeddings: int
 
-    def stretched(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
-        """FP64 [D/2] -> [D/2]."""
+    def stretched(self, frequencies: torch.Tensor, theta: float, positions: int) -> torch.Tensor:
+        """FP64 [D/2] -> [D/2], for a context of so many positions."""
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         width = self.high_freq_factor - self.low_freq_factor
         kept = ((turns - self.low_freq_factor) / width).clamp(0, 1)
@@ -93,8 +99,8 @@ class YarnScaling:
             return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
         return self._temperature(1.0)
 
-    def stretched(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
-        """FP64 [D/2] -> [D/2]."""
+    def stretched(self, frequencies: torch.Tensor, theta: float, positions: int) -> torch.Tensor:
+        """FP64 [D/2] -> [D/2], for a context of so many positions."""
         pairs = len(frequencies)
         low, high = (self._pair(turns, theta, pairs) for turns in (self.beta_fast, self.beta_slow))
         if self.truncate:
@@ -114,66 +120,150 @@ class YarnScaling:
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
-KINDS = ("default", "linear", "llama3", "yarn")
+@dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """LongRoPE. transformers takes ``long_factor`` for a sequence longer than the original context,
+    else ``short_factor``, so that a token's key changes while its sequence grows. Here the context
+    of the run decides, for sequences of every length.
+    """
+
+    rope_type: ClassVar[str] = "longrope"
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    factor: float
+    """The stretched context over the original one."""
+    attention_factor: float | None = None
+
+    @property
+    def attention_scaling(self) -> float:
+        """The factor of all cosines and sines, and squared of attention's logits."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        original = self.original_max_position_embeddings
+        return math.sqrt(1 + math.log(max(self.factor, 1.0)) / math.log(original))
+
+    def stretched(self, frequencies: torch.Tensor, theta: float, positions: int) -> torch.Tensor:
+        """FP64 [D/2] -> [D/2], for a context of so many positions."""
+        is_long = positions > self.original_max_position_embeddings
+        factors = self.long_factor if is_long else self.short_factor
+        return frequencies / torch.tensor(factors, dtype=torch.float64)
+
+    def about(self, positions: int) -> str | None:
+        """A line about sequences of which transformers computes something else."""
+        original = self.original_max_position_embeddings
+        if positions <= original:
+            return None
+        return (
+            f"isobit: long_factor of LongRoPE is for sequences of every length, because "
+            f"max_position_embeddings is {positions:,}; transformers takes short_factor for up to "
+            f"{original:,} tokens. A run in that length takes it with {original} and the factor "
+            f"{self.factor:g} in config.json"
+        )
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+_OLD_NAMES = {"su": "longrope", "yarn": "longrope"}
+"""What Phi-3 once called its kinds."""
 _MIN_THETA, _MAX_THETA = 1.01, 1e15
 _MAX_FACTOR = 1e6
 _MAX_SCALE = 100.0  # of YaRN's multipliers of cosines and sines
 _KEYS = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor",
     "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast",
-    "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim",
+    "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim", "short_factor",
+    "long_factor",
 }  # fmt: skip
 """All known keys of the table; a kind ignores the keys of the others, as transformers does."""
 
-Rope = tuple[float, RopeScaling | None]  # theta and scaling
+Rope = tuple[float, RopeScaling | None, float]  # theta, scaling and partial_rotary_factor
 
 
-def read_rope(fields: ConfigFields, default_theta: float, max_positions: int) -> Rope:
-    """Read theta and scaling from a whole config.json. Raises ModelError for what the decoder does
-    not compute.
+def read_rope(fields: ConfigFields, traits: Traits, max_positions: int, head_dim: int) -> Rope:
+    """Read theta, scaling and the share of a head that is turned from a whole config.json. Raises
+    ModelError for what the decoder does not compute.
     """
     keys = ("rope_parameters", "rope_scaling")
-    tables = [table for table in map(fields.table, keys) if table is not None]
-    read = [_read_table(table, fields, default_theta, max_positions) for table in tables]
+    given = [table for table in map(fields.table, keys) if table is not None]
+    tables = [_of_full_layers(table, fields, traits, head_dim) for table in given]
+    read = [_read_table(table, fields, traits, max_positions, head_dim) for table in tables]
     if not read:
-        _refuse_partial(fields)
-        return _theta(fields, default_theta), None
+        return _theta(fields, traits.default_rope_theta), None, _partial(fields, traits, head_dim)
     if any(one != read[0] for one in read):
         raise fields.refusal("rope_scaling", "rope_parameters says something else")
     return read[0]
 
 
-def rope_json(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
+def rope_json(
+    theta: float, scaling: RopeScaling | None, partial: float, traits: Traits
+) -> dict[str, Any]:
     """The keys of a config.json, for old and new readers."""
+    turned = {} if partial == 1 else {"partial_rotary_factor": partial}
     if scaling is None:
         kind: dict[str, Any] = {"rope_type": "default"}
-        older = {}
+        older: dict[str, Any] = {}
     else:
-        fields = {key: value for key, value in asdict(scaling).items() if value is not None}
+        fields = {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in asdict(scaling).items()
+            if value is not None
+        }
         kind = {"rope_type": scaling.rope_type} | fields
         older = {"rope_scaling": kind}
-    return {"rope_theta": theta, "rope_parameters": kind | {"rope_theta": theta}} | older
+    if isinstance(scaling, LongRopeScaling):  # Phi-3 reads it here alone
+        older["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    parameters = kind | {"rope_theta": theta} | turned
+    if traits.windows == "layer types":
+        plain = {"rope_type": "default", "rope_theta": theta}
+        parameters = {"full_attention": parameters, "sliding_attention": plain}
+    return {
+        "rope_theta": theta,
+        "rope_parameters": parameters,
+        **turned,
+        **older,
+    }
+
+
+def _of_full_layers(
+    table: ConfigFields, fields: ConfigFields, traits: Traits, head_dim: int
+) -> ConfigFields:
+    """Of OLMo 3's two tables that of layers without a window; the other scales nothing."""
+    full = table.table("full_attention") if traits.windows == "layer types" else None
+    if full is None:
+        return table
+    if unknown := sorted(table.values.keys() - {"full_attention", "sliding_attention"}):
+        raise table.refusal(unknown[0], "expected full_attention and sliding_attention alone")
+    other = table.table("sliding_attention")
+    theta = _theta(full, _theta(fields, traits.default_rope_theta))
+    if other is not None and _read_table(other, fields, traits, 1, head_dim) != (theta, None, 1.0):
+        raise table.refusal("sliding_attention", f"expected the default kind, of theta {theta:g}")
+    return full
 
 
 def _read_table(
-    table: ConfigFields, fields: ConfigFields, default_theta: float, max_positions: int
+    table: ConfigFields, fields: ConfigFields, traits: Traits, max_positions: int, head_dim: int
 ) -> Rope:
     unknown = sorted(table.values.keys() - _KEYS)
     if unknown:
         raise table.refusal(unknown[0], f"known are {', '.join(sorted(_KEYS))}")
-    _refuse_partial(fields)
-    _refuse_partial(table)
-    theta = _theta(table, _theta(fields, default_theta))
-    if fields.has("rope_theta") and theta != _theta(fields, default_theta):
+    partial = _partial(table, traits, head_dim, _partial(fields, traits, head_dim))
+    if fields.has("partial_rotary_factor") and partial != _partial(fields, traits, head_dim):
+        raise table.refusal("partial_rotary_factor", "the file's own is another")
+    theta = _theta(table, _theta(fields, traits.default_rope_theta))
+    if fields.has("rope_theta") and theta != _theta(fields, traits.default_rope_theta):
         raise table.refusal("rope_theta", f"the file's own rope_theta is {_theta(fields, 0):g}")
     kind = table.text("rope_type", table.text("type", "default"))
     if table.has("type") and table.text("type", kind) != kind:
         raise table.refusal("type", f"rope_type is {kind!r}")
-    if kind not in KINDS:
+    if "longrope" in traits.rope_kinds:
+        kind = _OLD_NAMES.get(kind, kind)
+    if kind not in traits.rope_kinds:
         key = "rope_type" if table.has("rope_type") else "type"
-        raise table.refusal(key, f"supported are {', '.join(KINDS)}")
-    return theta, _scaling(kind, table, fields, max_positions)
+        raise table.refusal(key, f"supported are {', '.join(traits.rope_kinds)}")
+    if kind == "longrope":
+        return theta, _longrope(table, fields, max_positions, int(head_dim * partial) // 2), partial
+    return theta, _scaling(kind, table, fields, max_positions), partial
 
 
 def _scaling(
@@ -191,6 +281,26 @@ def _scaling(
     if low >= high:
         raise table.refusal("high_freq_factor", f"expected more than low_freq_factor, {low:g}")
     return Llama3Scaling(_factor(table), low, high, original)
+
+
+def _longrope(
+    table: ConfigFields, fields: ConfigFields, max_positions: int, pairs: int
+) -> LongRopeScaling:
+    key = "original_max_position_embeddings"
+    original = fields.integer(key, 2, MAX_POSITIONS, 4096)
+    if table.integer(key, 2, MAX_POSITIONS, original) != original:
+        raise table.refusal(key, f"the file's own, which Phi-3 takes, is {original:,}")
+    short, long = (
+        tuple(table.numbers(key, 1e-3, _MAX_FACTOR, pairs))
+        for key in ("short_factor", "long_factor")
+    )
+    return LongRopeScaling(
+        short,
+        long,
+        original,
+        _factor(table, default=max(max_positions / original, 1.0)),
+        table.optional_number("attention_factor", 1e-3, _MAX_SCALE),
+    )
 
 
 def _yarn(table: ConfigFields, original: int, max_positions: int) -> YarnScaling:
@@ -231,6 +341,12 @@ def _theta(fields: ConfigFields, default: float) -> float:
     return fields.number("rope_theta", _MIN_THETA, _MAX_THETA, default)
 
 
-def _refuse_partial(fields: ConfigFields) -> None:
-    if fields.number("partial_rotary_factor", 0, 1, 1.0) != 1:
-        raise fields.refusal("partial_rotary_factor", "expected 1")
+def _partial(fields: ConfigFields, traits: Traits, head_dim: int, default: float = 1.0) -> float:
+    key = "partial_rotary_factor"
+    partial = fields.number(key, 0, 1, default)
+    if partial != 1 and not traits.partial_rotary:
+        raise fields.refusal(key, "expected 1")
+    turned = int(head_dim * partial)
+    if partial != 1 and (turned % 2 or not turned):
+        raise fields.refusal(key, f"{turned} of {head_dim} elements; expected an even number")
+    return partial

@@ -99,12 +99,16 @@ class TensorParallel:
     width: Cuts = ()  # columns of gate, of up and of down_proj's input
     hidden: Cuts = ()  # columns of the outputs of o_proj and down_proj
     vocabulary: Cuts = ()  # columns of the logits
-    _by_part: Mapping[str, Cuts] = field(init=False, repr=False, compare=False)
+    _by_part: Mapping[str, Sequence[Cuts]] = field(init=False, repr=False, compare=False)
+    """The cuts of each matrix that a checkpoint's matrix consists of."""
 
     def __post_init__(self) -> None:
         by_part = {"q_proj": self.queries, "k_proj": self.keys, "v_proj": self.keys}
         by_part |= dict.fromkeys(("gate_proj", "up_proj"), self.width)
         by_part |= dict.fromkeys(("o_proj", "down_proj"), self.hidden)
+        by_part = {name: (cuts,) for name, cuts in by_part.items()}
+        by_part |= {"qkv_proj": (self.queries, self.keys, self.keys)}
+        by_part |= {"gate_up_proj": (self.width, self.width)}
         object.__setattr__(self, "_by_part", by_part)
 
     @classmethod
@@ -147,20 +151,25 @@ class TensorParallel:
         """
         if self.size == 1:
             return matrix
-        mine = [self.mine(self._by_part[name]) for name in parts]
+        mine = [self._slices(self._by_part[name]) for name in parts]
 
         def taken(tensor: torch.Tensor) -> torch.Tensor:
-            split = tensor.split(list(parts.values()))
-            return torch.cat([part[rows] for part, rows in zip(split, mine, strict=True)])
+            split = zip(tensor.split(list(parts.values())), mine, strict=True)
+            return torch.cat([part[rows] for part, slices in split for rows in slices])
 
         if isinstance(matrix, torch.Tensor):
             return taken(matrix)
         if isinstance(matrix, Int8Rows):
             return Int8Rows(taken(matrix.values), taken(matrix.scales))
         assert isinstance(matrix, QuantTensor), "a weight is in blocks"
-        return _fused(
-            [_rows_of(part, rows) for part, rows in zip(parts_of(matrix), mine, strict=True)]
-        )
+        split = zip(parts_of(matrix), mine, strict=True)
+        return _fused([_rows_of(part, rows) for part, slices in split for rows in slices])
+
+    def _slices(self, matrices: Sequence[Cuts]) -> list[slice]:
+        """This rank's rows of matrices that lie behind each other."""
+        ends = accumulate((cuts[-1] for cuts in matrices), initial=0)
+        own = [(self.mine(cuts), first) for cuts, first in zip(matrices, ends, strict=False)]
+        return [slice(first + rows.start, first + rows.stop) for rows, first in own]
 
     def cuts_groups(self, site: Site, cuts: Cuts) -> bool:
         """Whether numbers that the linear ``site`` quantises together are in several shares: of a
@@ -203,6 +212,11 @@ def _check(config: ModelConfig, ranks: int) -> None:
             f"cluster.rollout_tp = {ranks}, but the model is a mixture of {config.experts.count} "
             "experts, which tensor parallelism does not cut: take cluster.rollout_tp = 1; in FP8 "
             "30B parameters of experts fit one GPU"
+        )
+    if config.wide_qk_norm:
+        raise ConfigError(
+            f"cluster.rollout_tp = {ranks}, but the norms of Q and K of a {config.family} model "
+            "are over all heads, which tensor parallelism shares out: take cluster.rollout_tp = 1"
         )
     heads = config.num_kv_heads
     if heads % ranks:

@@ -15,8 +15,9 @@ from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import Objective
 from isobit.data.stop_tokens import stop_token_ids
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer, pad_token_id, tokenizer_size
-from isobit.models.config import Experts, Lora, ModelConfig, no_rope_layers
+from isobit.models.config import Experts, Lora, ModelConfig
 from isobit.models.families import FAMILIES
+from isobit.models.family_keys import no_rope_layers
 from isobit.models.folder import (
     DescribedModel,
     LoadedModel,

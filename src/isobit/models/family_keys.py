@@ -1,0 +1,176 @@
+"""The keys of a ``config.json`` by which families differ, and what is refused: experts, windows,
+layers without rotary positions, multipliers.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from isobit.config.model_shape import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH, Family
+from isobit.models.config_fields import ConfigFields, is_neutral
+from isobit.models.families import ARCHITECTURES, FAMILIES, FEATURES, REWARD_ARCHITECTURES
+from isobit.util.errors import ModelError
+
+_LABELS_BY_DEFAULT = 2  # the number of labels in transformers if config.json does not give it
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a mixture of experts, which replace the MLP."""
+
+    count: int
+    top_k: int
+    """Experts per token."""
+    intermediate_size: int
+    """The intermediate size of each expert."""
+    renormalise: bool
+    """Whether the weights of a token's experts are scaled to sum to 1."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that have an ordinary MLP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """The factors by which Granite scales a decoder:
+
+    h = embedding * table[ids]      h = h + residual * x      logits / logits_scaling
+    scores = attention * q . k      None: 1 / sqrt(head_dim), as in other families
+    """
+
+    embedding: float = 1.0
+    attention: float | None = None
+    residual: float = 1.0
+    logits_scaling: float = 1.0
+
+
+UNSCALED = Multipliers()
+
+
+def read_architecture(fields: ConfigFields) -> tuple[Family, bool]:
+    """The family, and whether it is a reward model."""
+    known = ARCHITECTURES | REWARD_ARCHITECTURES
+    named = fields.list_of("architectures", str) or ["(none)"]
+    if len(named) != 1 or named[0] not in known:
+        raise fields.refusal("architectures", f"supported are {', '.join(known)}")
+    family = known[named[0]]
+    if fields.text("model_type", family) != family:
+        raise fields.refusal("model_type", f"expected {family!r}, as architectures says")
+    return family, named[0] in REWARD_ARCHITECTURES
+
+
+def refuse_unsupported(fields: ConfigFields, family: Family) -> None:
+    """Refuse keys that would make the decoder another function, and features that are not built."""
+    if fields.text("hidden_act", "silu") != "silu":
+        raise fields.refusal("hidden_act", "expected 'silu'")
+    if fields.flag("attention_bias", False) and not FAMILIES[family].qkv_bias:
+        raise fields.refusal("attention_bias")
+    if fields.has("quantization_config"):
+        raise fields.refusal("quantization_config")
+    for key, neutral in FEATURES.items():
+        if key not in FAMILIES[family].computes and not is_neutral(fields.values.get(key), neutral):
+            raise fields.refusal(key)
+
+
+def refuse_labels(fields: ConfigFields) -> None:
+    """``num_labels`` as transformers reads it: given, or the number of entries of ``id2label``."""
+    named = fields.values.get("id2label")
+    counted = len(named) if isinstance(named, dict | list) else _LABELS_BY_DEFAULT
+    labels = fields.integer("num_labels", 0, MAX_WIDTH, counted)
+    if labels != 1:
+        raise ModelError(
+            f"{fields.source}: num_labels = {labels} is not supported; a reward model gives one "
+            "score (num_labels 1)"
+        )
+
+
+def read_window(fields: ConfigFields, family: Family, layers: int) -> dict[str, Any]:
+    """``sliding_window``, and the layers without one."""
+    traits = FAMILIES[family]
+    if traits.windows == "layer types":
+        return _read_layer_types(fields, traits.default_window, layers)
+    window, full_layers = traits.default_window, 0
+    if traits.windows == "every layer":
+        if "sliding_window" in fields.values:  # null is none
+            window = fields.optional_integer("sliding_window", 1, MAX_POSITIONS)
+    elif fields.flag("use_sliding_window", False):
+        if traits.windows == "none":
+            raise fields.refusal("use_sliding_window")
+        window = fields.optional_integer("sliding_window", 1, MAX_POSITIONS)
+        full_layers = fields.integer("max_window_layers", 0, MAX_LAYERS)
+    elif family in ("llama", "granite", "olmo2") and fields.has("sliding_window"):
+        raise fields.refusal("sliding_window")
+    if window is None or full_layers >= layers:
+        window, full_layers = None, 0
+    kinds = fields.list_of("layer_types", str)
+    windowed = 0 if window is None else layers - full_layers
+    expected = ["full_attention"] * (layers - windowed) + ["sliding_attention"] * windowed
+    if kinds is not None and kinds != expected:
+        raise fields.refusal("layer_types", "sliding_window and its neighbours say otherwise")
+    return {"sliding_window": window, "full_layers": full_layers}
+
+
+def _read_layer_types(fields: ConfigFields, window: int | None, layers: int) -> dict[str, Any]:
+    if "sliding_window" in fields.values:  # null is none
+        window = fields.optional_integer("sliding_window", 1, MAX_POSITIONS)
+    kinds = fields.list_of("layer_types", str)
+    if kinds is None:
+        kinds = ["sliding_attention" if (n + 1) % 4 else "full_attention" for n in range(layers)]
+    if len(kinds) != layers or not {*kinds} <= {"sliding_attention", "full_attention"}:
+        raise fields.refusal(
+            "layer_types", f"expected sliding_attention or full_attention for each of {layers}"
+        )
+    full = tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
+    if len(full) == layers:
+        return {}
+    if window is None:
+        raise fields.refusal("sliding_window", "layer_types names layers that have one")
+    return {"sliding_window": window, "windowless_layers": full}
+
+
+def no_rope_layers(interval: int, layers: int) -> tuple[int, ...]:
+    """Every layer with a number, from 1 on, that ``interval`` divides."""
+    return tuple(range(interval - 1, layers, interval))
+
+
+def read_no_rope(fields: ConfigFields, family: Family, layers: int) -> tuple[int, ...]:
+    """A list with 1 for every layer that has rotary positions, or else the interval of those that
+    have not.
+    """
+    default = FAMILIES[family].default_no_rope_interval
+    if default is None:
+        return ()
+    rotary = fields.list_of("no_rope_layers", int)
+    if rotary is None:
+        interval = fields.integer("no_rope_layer_interval", 1, MAX_LAYERS, default)
+        return no_rope_layers(interval, layers)
+    if len(rotary) < layers or not {*rotary} <= {0, 1}:
+        raise fields.refusal("no_rope_layers", f"expected a 0 or 1 for each of {layers} layers")
+    return tuple(layer for layer in range(layers) if not rotary[layer])
+
+
+def read_multipliers(fields: ConfigFields, head_dim: int) -> Multipliers:
+    names = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
+    embedding, attention, *others = (fields.number(name, 1e-6, 1e6, 1.0) for name in names)
+    return Multipliers(embedding, None if attention == head_dim**-0.5 else attention, *others)
+
+
+def read_experts(fields: ConfigFields, family: Family, layers: int) -> Experts | None:
+    keys = FAMILIES[family].experts
+    if keys is None:
+        return None
+    named = [key for key in keys.counts if fields.has(key)] or [keys.counts[0]]
+    count, *others = (fields.integer(key, 1, MAX_EXPERTS) for key in named)
+    if any(other != count for other in others):
+        raise fields.refusal(named[1], f"{named[0]} is {count:,}")
+    renormalise, dense = True, tuple[int, ...]()
+    if keys.renormalise is not None:
+        renormalise = fields.flag(keys.renormalise, False)
+        step = fields.integer("decoder_sparse_step", 1, MAX_LAYERS, 1)
+        dense_by_name = fields.list_of("mlp_only_layers", int) or []
+        dense = tuple(n for n in range(layers) if n in dense_by_name or (n + 1) % step)
+    return Experts(
+        count=count,
+        top_k=fields.integer("num_experts_per_tok", 1, count),
+        intermediate_size=fields.integer(keys.width, 1, MAX_WIDTH),
+        renormalise=renormalise,
+        dense_layers=dense,
+    )
