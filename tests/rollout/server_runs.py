@@ -32,7 +32,8 @@ def two_servers(
     """In processes of their own, which take weights from runs."""
     found: list[Running] = []
     for place in places:
-        arguments = ("--allow-weight-updates", str(place), *words)
+        updates = ("--allow-weight-updates", str(place))
+        arguments = ("--precision", "fp8", *updates, *words)
         found.append(stack.enter_context(serving(folder, place, *arguments, spawn=spawn)))
     return found
 

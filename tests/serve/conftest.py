@@ -13,7 +13,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     place = tmp_path_factory.mktemp("server")
     (place / "weights").mkdir()
     with serving(
-        chat_folder(place), place, "--name", "chatty", "--max-live", "48",
+        chat_folder(place), place, "--name", "chatty", "--max-live", "48", "--precision", "fp8",
         "--allow-weight-updates", str(place / "weights"), "--rollout.kv_pages", "20",
         "--rollout.max_batched_tokens", "100",
     ) as running:  # fmt: skip

@@ -57,7 +57,7 @@ def server(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def alone(folder: Path, text: str, seed: int) -> list[Completion]:
-    model = load_model(folder, "fp8", trainable=False)
+    model = load_model(folder, "int8", trainable=False)
     sampling = model.sampling(RolloutConfig(max_new_tokens=30))
     ids = tuple(model.tokenizer(text)["input_ids"])
     request = Request(Prompt("alone", text, ids), 0, 2, sampling, seed)
