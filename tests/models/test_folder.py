@@ -47,7 +47,9 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 @pytest.mark.few(7)
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "granite", "phi3", "olmo2", "olmo3"]
+)
 @pytest.mark.parametrize("tied", [True, False])
 def test_round_trip_and_transformers(family: Family, tied: bool, tmp_path: Path) -> None:
     scaling = Llama3Scaling(8.0, 1.0, 4.0, 32) if family == "llama" else None

@@ -37,6 +37,7 @@ FLOWS = {
     "int8 before": PrecisionConfig(preset="int8", dgrad="fp8", wgrad="bf16"),
     "mixed": MIXED,
 }
+EXHAUSTIVE = pytest.mark.exhaustive
 Gradients = dict[str, torch.Tensor]
 ScalarHead = Literal["value", "score"]
 
@@ -314,7 +315,9 @@ def test_a_pass_is_taken_back_once_and_holds_nothing_then() -> None:
     assert not scored._pass._saved and scored._pass._last_h is None
 
 
-@pytest.mark.parametrize("family", ["granite", "phi3", "olmo3"])
+@pytest.mark.parametrize(
+    "family", ["olmo3", *(pytest.param(one, marks=EXHAUSTIVE) for one in ("granite", "phi3"))]
+)
 def test_a_gpu_is_asked_for_tensors_of_the_right_shapes(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:

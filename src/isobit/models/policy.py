@@ -9,7 +9,8 @@ rows of every master (``isobit.parallel.ownership``); published weights are whol
 The masters, by name: ``embed_tokens.weight``, ``layers.N.{input_norm, post_attention_norm, q_norm,
 k_norm}.weight``, ``layers.N.{qkv_proj, o_proj, gate_up_proj, down_proj}.weight`` (q, k, v and gate,
 up are fused along their outputs), ``layers.N.qkv_proj.bias``, ``norm.weight``, ``lm_head.weight``
-if it is not tied, and ``value_head.weight`` or ``score.weight``.
+if it is not tied, and ``value_head.weight`` or ``score.weight``. Norms behind blocks are
+``layers.N.{attention_output_norm, mlp_output_norm}.weight``.
 """
 
 from collections.abc import Iterator, Mapping
