@@ -48,7 +48,7 @@ def main() -> None:
     lengths = skewed_lengths(groups, arguments.mean)
     prompts = rollout_prompts(Prompts(groups, PROMPT, 1), config.vocab_size)
     sizes = RolloutConfig(
-        max_sequences=arguments.places, max_batched_tokens=16384, kv_memory_gib=None
+        max_sequences=arguments.places, max_batched_tokens=16384, kv_memory_gib=16
     )
     arranged = scheduler.arranged
     rows, drawn = dict[str, Any](), list[object]()

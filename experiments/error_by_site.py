@@ -115,7 +115,8 @@ def measure(
     folder: Path, batches: Sequence[PackedBatch], device: torch.device
 ) -> list[dict[str, Any]]:
     """A row a flow; flows that differ in the backward alone share their exact gradient."""
-    policy = load_policy(folder, PrecisionConfig(preset="fp32"), device)
+    # a GPU has no FP32 flow
+    policy = load_policy(folder, PrecisionConfig(preset="fp32"), torch.device("cpu"))
     reference, gradients = made_by(policy, batches)
     in_fp32, sizes = by_site(policy, gradients), column_sizes(policy)
     rows, exact = list[dict[str, Any]](), dict[str, Gradients]()

@@ -64,7 +64,7 @@ Line = dict[str, Any]
 
 ARMS: dict[str, Changes] = {
     "fp8": {"precision": "fp8"},
-    "int8": {"precision": "int8"},
+    "int8": {"precision": '{preset = "int8", dgrad = "fp8", wgrad = "bf16"}'},
     "bf16": {"precision": "bf16"},
     "without-tool": {"precision": "fp8"},
 }

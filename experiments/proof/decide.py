@@ -17,7 +17,12 @@ from experiments.proof.rows import Row
 
 LAST = 75
 """Steps of the outcome."""
-PAIRS = (("fp8-int8-attention", "fp8"), ("int8", "bf16"), ("fp8-int8-attention", "bf16"))
+PAIRS = (
+    ("fp8-int8-attention", "fp8"),
+    ("int8", "bf16"),
+    ("int8-backward", "bf16"),
+    ("fp8-int8-attention", "bf16"),
+)
 """Arms that are compared, and with which."""
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179,
             2.160, 2.145, 2.131)  # fmt: skip

@@ -312,7 +312,7 @@ FLOWS: dict[str, str] = {
     "bf16": "bf16",
     "fp8": "fp8",
     "fp8-linear": "fp8-linear",
-    "int8": "int8",
+    "int8": '{preset = "int8", dgrad = "fp8", wgrad = "bf16"}',
     "int8, its head too": '{preset = "int8", head = "int8"}',
     "fp8, scales in FP32": '{preset = "fp8", scales = "fp32"}',
     "fp8 without its first 3 layers": '{preset = "fp8", first_layers_bf16 = 3}',

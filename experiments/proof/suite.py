@@ -136,13 +136,17 @@ ARMS: dict[str, Changes] = {
     "fp8-rollout": _TRAINERS,
     "fp8-rollout-tis": {**_TRAINERS, "corrections": _TIS},
     "fp8-fp32-scales": {"precision": '{preset = "fp8", scales = "fp32"}'},
-    "int8": {"precision": "int8"},
+    "int8": {"precision": '{preset = "int8", dgrad = "fp8", wgrad = "bf16"}'},
 }
 _FEW = {name: ARMS[name] for name in ("bf16", "fp8", "fp8-rollout", "fp8-rollout-tis", "int8")}
 """Of ``multiply``, whose runs take longer, and of the settings under stress."""
-_INT8_ATTENTION: dict[str, Changes] = {
-    "fp8-int8-attention": {"precision": '{preset = "fp8", attention = "int8"}'}
+_LATER: dict[str, Changes] = {
+    "fp8-int8-attention": {"precision": '{preset = "fp8", attention = "int8"}'},
+    "int8-backward": {"precision": "int8"},
 }
+"""Arms whose runs came later: ``int8`` as it is by default, with DGrad and WGrad in INT8 too, is
+``int8-backward``.
+"""
 _SITE_ARMS: dict[str, Changes] = {
     "fp8-linear": ARMS["fp8-linear"],
     "fp8-fp32-scales": ARMS["fp8-fp32-scales"],
@@ -191,7 +195,7 @@ _LADDER_RATES = {"27m": "1.5e-5", "108m": "9e-6", "443m": "6e-6", "1.1b": "4.5e-
 LADDERS = tuple(LADDER + size for size in _LADDER_RATES)
 _LADDER_ARMS: dict[str, Changes] = {
     **{name: ARMS[name] for name in ("bf16", "fp8", "fp8-linear", "int8", "fp8-rollout-tis")},
-    **_INT8_ATTENTION,
+    **_LATER,
 }
 _LADDER_SETTINGS: Changes = {"evaluation.every": "0", "checkpoint.every": "0"}
 """Answers before and after training alone, and a checkpoint where a run ends or is interrupted: one
@@ -225,8 +229,8 @@ _CHANGED: dict[str, Changes] = {
     },
 }
 _ARMS_OF: dict[str, dict[str, Changes]] = {
-    "gsm": {**ARMS, **_INT8_ATTENTION},
-    "multiply": {**_FEW, **_INT8_ATTENTION},
+    "gsm": {**ARMS, **_LATER},
+    "multiply": {**_FEW, **_LATER},
     SITES: _SITE_ARMS,
     FROM_FP8: {name: ARMS[name] for name in ("bf16", "fp8")},
     ENGINES: {name: {**arm, "training.steps": "100"} for name, arm in _ENGINE_ARMS.items()},

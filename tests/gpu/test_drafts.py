@@ -32,7 +32,7 @@ def requests(
     lengths: tuple[int, ...] = (5, 130, 300, 64), samples: int = 3, new: int = 40, **sampling: Any
 ) -> list[Request]:
     generator = torch.Generator().manual_seed(3)
-    prompts = [tuple(torch.randint(1000, (n,), generator=generator).tolist()) for n in lengths]
+    prompts = [tuple(torch.randint(128, (n,), generator=generator).tolist()) for n in lengths]
     params = SamplingParams(new, **sampling)
     return [Request(Prompt(f"p{i}", "", ids), 0, samples, params) for i, ids in enumerate(prompts)]
 

@@ -44,6 +44,7 @@ from isobit.util.machine import usable_cores
 _PRESETS: tuple[Preset, ...] = ("fp8", "int8", "bf16")
 _SHAPE = ModelConfig("qwen3", 1000, 512, 768, 2, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=False)
 _SMALL = VerifyOptions(prompts=5, samples=2, max_new_tokens=12)
+_ON_DEVICE = VerifyOptions(max_new_tokens=12)
 _FIX = (
     "reinstall torch with the libraries that it brings, and isobit's extra for the device; report "
     "this line with `isobit doctor --json`"
@@ -124,7 +125,7 @@ def _require_same(name: str, ours: Quantised, expected: Quantised) -> None:
 
 def _verify(preset: Preset, device: torch.device) -> str:
     policy = random_policy(_SHAPE, PrecisionConfig(preset=preset), 0, device, trainable=False)
-    return exact_detail(verify_policy(policy, _SMALL))
+    return exact_detail(verify_policy(policy, _ON_DEVICE))
 
 
 _FIX_KERNEL = (

@@ -93,8 +93,8 @@ class RanksDifferError(IsobitError):
 class VerifyOptions:
     """The size of the check."""
 
-    prompts: int = 10
-    samples: int = 3
+    prompts: int = 8
+    samples: int = 4
     """Completions of each prompt."""
     max_new_tokens: int = 24
     """Length of the longest completion; the others end anywhere between half of it and this."""

@@ -275,9 +275,7 @@ def _balance_kernel(DY_AMAX, X_AMAX, FACTORS, tokens, PARTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _column_amax_kernel(
-    X, FACTORS, EXPERTS, AMAX, tokens, C: tl.constexpr, ROW: tl.constexpr
-):
+def _column_amax_kernel(X, FACTORS, EXPERTS, AMAX, tokens, C: tl.constexpr, ROW: tl.constexpr):
     """One program 128 of the C columns of 128 tokens, with EXPERTS of one expert's; AMAX int32
     [experts, C], zeros before.
     """
