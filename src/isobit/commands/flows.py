@@ -260,18 +260,13 @@ def compare_flows(
     that all flows score behind each prompt, in place of what ``bf16`` answers.  With a ``card``
     memory and speed are also those of a GPU; without data nothing else is found.  Writes nothing.
 
-    ``int8``, where it is among them, comes first.
-
     Raises ConfigError for a flow that does not fit the model, and what loading, generating and
     grading raise.
     """
     check_ranks(config.cluster.rollout_tp, ALONE)
     described = describe_model(model)
     shape = described.config
-    others = sorted(map(read_flow, flows), key=lambda one: one.name != DEFAULT_PRESET)
-    others = others or DEFAULT_FLOWS
-    wanted = [PrecisionConfig(preset="bf16"), *others]
-    figures = [_planned(one, described, config, card) for one in dict.fromkeys(wanted)]
+    figures = [_planned(one, described, config, card) for one in _in_order(flows)]
     comparison = Comparison(
         str(model),
         figures,
@@ -307,6 +302,15 @@ def compare_flows(
         figures = [_estimated(one, work, card) for one in figures]
         comparison = replace(comparison, estimated_for=_described(work))
     return replace(comparison, flows=figures)
+
+
+def _in_order(
+    flows: Sequence[PrecisionConfig | str | Mapping[str, Any]],
+) -> list[PrecisionConfig]:
+    """``bf16``, then ``int8`` where it is among the flows, then the others."""
+    others = sorted(map(read_flow, flows), key=lambda one: one.name != DEFAULT_PRESET)
+    wanted = [PrecisionConfig(preset="bf16"), *(others or DEFAULT_FLOWS)]
+    return list(dict.fromkeys(wanted))
 
 
 def _planned(

@@ -30,10 +30,7 @@ from isobit.models.family_keys import (
     Multipliers,
     no_rope_layers,
     read_architecture,
-    read_experts,
-    read_multipliers,
-    read_no_rope,
-    read_window,
+    read_particulars,
     refuse_labels,
     refuse_unsupported,
 )
@@ -258,17 +255,13 @@ class ModelConfig:
             "tied_embeddings": fields.flag("tie_word_embeddings", FAMILIES[family].default_tied),
             "rope_scaling": scaling,
             "partial_rotary_factor": partial,
-            "experts": read_experts(fields, family, layers),
             "score_head": scores,
             # -1 is no token, as in folders of early Llama models
             "pad_token_id": fields.optional_integer("pad_token_id", -1, MAX_VOCAB_SIZE)
             if scores
             else None,
         }
-        values |= read_window(fields, family, layers)
-        values["no_rope_layers"] = read_no_rope(fields, family, layers)
-        if "attention_multiplier" in FAMILIES[family].computes:
-            values["multipliers"] = read_multipliers(fields, values["head_dim"])
+        values |= read_particulars(fields, family, layers, head_dim)
         try:
             return cls(**values)
         except ModelError as error:

@@ -82,7 +82,19 @@ def refuse_labels(fields: ConfigFields) -> None:
         )
 
 
-def read_window(fields: ConfigFields, family: Family, layers: int) -> dict[str, Any]:
+def read_particulars(
+    fields: ConfigFields, family: Family, layers: int, head_dim: int
+) -> dict[str, Any]:
+    """What ``ModelConfig`` has for some families alone, by its names."""
+    found = _read_window(fields, family, layers)
+    found["no_rope_layers"] = _read_no_rope(fields, family, layers)
+    found["experts"] = _read_experts(fields, family, layers)
+    if "attention_multiplier" in FAMILIES[family].computes:
+        found["multipliers"] = _read_multipliers(fields, head_dim)
+    return found
+
+
+def _read_window(fields: ConfigFields, family: Family, layers: int) -> dict[str, Any]:
     """``sliding_window``, and the layers without one."""
     traits = FAMILIES[family]
     if traits.windows == "layer types":
@@ -131,7 +143,7 @@ def no_rope_layers(interval: int, layers: int) -> tuple[int, ...]:
     return tuple(range(interval - 1, layers, interval))
 
 
-def read_no_rope(fields: ConfigFields, family: Family, layers: int) -> tuple[int, ...]:
+def _read_no_rope(fields: ConfigFields, family: Family, layers: int) -> tuple[int, ...]:
     """A list with 1 for every layer that has rotary positions, or else the interval of those that
     have not.
     """
@@ -147,13 +159,13 @@ def read_no_rope(fields: ConfigFields, family: Family, layers: int) -> tuple[int
     return tuple(layer for layer in range(layers) if not rotary[layer])
 
 
-def read_multipliers(fields: ConfigFields, head_dim: int) -> Multipliers:
+def _read_multipliers(fields: ConfigFields, head_dim: int) -> Multipliers:
     names = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
     embedding, attention, *others = (fields.number(name, 1e-6, 1e6, 1.0) for name in names)
     return Multipliers(embedding, None if attention == head_dim**-0.5 else attention, *others)
 
 
-def read_experts(fields: ConfigFields, family: Family, layers: int) -> Experts | None:
+def _read_experts(fields: ConfigFields, family: Family, layers: int) -> Experts | None:
     keys = FAMILIES[family].experts
     if keys is None:
         return None
