@@ -262,9 +262,10 @@ def _flow_of(said: str) -> PrecisionConfig:
 FLOWS: Mapping[str, PrecisionConfig] = {
     arm: _flow_of(changes["precision"])
     for arm, changes in arms_of(LADDER + "27m").items()
-    if "corrections" not in changes
+    if "corrections" not in changes and arm != "int8-backward"
 }
-"""Arms that are one function, with their precision."""
+"""Arms that are one function, with their precision; the forward of ``int8-backward`` is that of
+``int8``."""
 BASE = "bf16"
 STARTS = "starts"
 Starts = Mapping[str, Mapping[str, Any]]

@@ -93,6 +93,7 @@ def test_a_run_of_the_ladder_answers_in_the_other_flow_as_its_task_says() -> Non
     """All arms of a size share its start and its held-out problems, also answered back."""
     made = suite.wanted(["ladder-1.1b"], suite.ALL_ARMS, [0])
     arms = ["bf16", "fp8", "fp8-linear", "int8", "fp8-rollout-tis", "fp8-int8-attention"]
+    arms += ["int8-backward"]
     assert [run.arm for run in made] == arms
     for run in made:
         assert run.start == "start-1.1b" and run.problems == "multiply"
