@@ -322,7 +322,7 @@ def test_fp8_exported_and_imported_has_the_same_bytes_and_is_exact(
     scales: str, tmp_path: Path, lines: Lines
 ) -> None:
     """Of the starter, all of whose matrices consist of whole blocks."""
-    precision = PrecisionConfig.model_validate({"scales": scales})
+    precision = PrecisionConfig.model_validate({"preset": "fp8", "scales": scales})
     policy = load_policy(starter_folder(), precision)
     one = export(find_source("starter", None, lines.append), tmp_path / "one", "fp8", precision)
     other = export(find_source(one.folder, None, lines.append), tmp_path / "other", "fp8")
