@@ -17,8 +17,7 @@ from statistics import fmean
 from time import perf_counter
 from typing import Any
 
-from benchmarks.cases import MODES, make_requests, precision_of, rollout_prompts
-from benchmarks.cases import RolloutCase as Prompts
+from benchmarks.cases import MODES, RolloutCase, make_requests, precision_of, rollout_prompts
 from benchmarks.common import allocate_in_pages, card_row, printed
 from isobit.config.rollout import RolloutConfig
 from isobit.models.config import model_shape
@@ -46,7 +45,7 @@ def main() -> None:
     policy = random_policy(config, precision_of(arguments.mode), seed=0, device=arguments.device)
     groups = arguments.places * SAMPLES_A_PLACE // SAMPLES
     lengths = skewed_lengths(groups, arguments.mean)
-    prompts = rollout_prompts(Prompts(groups, PROMPT, 1), config.vocab_size)
+    prompts = rollout_prompts(RolloutCase(groups, PROMPT, 1), config.vocab_size)
     sizes = RolloutConfig(
         max_sequences=arguments.places, max_batched_tokens=16384, kv_memory_gib=16
     )

@@ -265,7 +265,8 @@ FLOWS: Mapping[str, PrecisionConfig] = {
     if "corrections" not in changes and arm != "int8-backward"
 }
 """Arms that are one function, with their precision; the forward of ``int8-backward`` is that of
-``int8``."""
+``int8``.
+"""
 BASE = "bf16"
 STARTS = "starts"
 Starts = Mapping[str, Mapping[str, Any]]

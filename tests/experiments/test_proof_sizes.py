@@ -279,8 +279,7 @@ def test_a_start_answers_more_problems_than_the_runs(
     asked = list[tuple[list[str], int]]()
     monkeypatch.setattr(ladder, "compare_flows", answers(asked, {}))
     ladder.answer_start(tmp_path, "27m", {}, ["int8", "bf16"], 5)
-    (flow,) = {suite.ARMS["int8"]["precision"]}
-    assert asked == [([flow], 5)]
+    assert asked == [([suite.ARMS["int8"]["precision"]], 5)]
     held_out = (tmp_path / "data" / "multiply.held_out-5.jsonl").read_text(encoding="utf-8")
     assert list(map(json.loads, held_out.splitlines())) == suite.rows_of("multiply", "held_out", 5)
     flows = rows.read_row(of_start)["flows"]

@@ -46,7 +46,7 @@ class RolloutConfig(Strict):
     speculation: int = Field(default=0, ge=0, le=MAX_DRAFT)
     """The most tokens that are guessed behind a sequence, from its prompt and from earlier answers
     to it, and verified in one forward. No token, log-probability or byte of a run depends on it. 0
-    is off, the default until its speed has been measured on a GPU.
+    is off, the default until its speed with trained models has been measured on a GPU.
     """
 
     @field_validator("top_k")

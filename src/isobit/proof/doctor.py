@@ -45,6 +45,7 @@ _PRESETS: tuple[Preset, ...] = ("fp8", "int8", "bf16")
 _SHAPE = ModelConfig("qwen3", 1000, 512, 768, 2, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=False)
 _SMALL = VerifyOptions(prompts=5, samples=2, max_new_tokens=12)
 _ON_DEVICE = VerifyOptions(max_new_tokens=12)
+"""With fewer samples of a prompt few pages would preempt none."""
 _FIX = (
     "reinstall torch with the libraries that it brings, and isobit's extra for the device; report "
     "this line with `isobit doctor --json`"

@@ -262,23 +262,30 @@ def _swiglu_kernel(GATE_UP, OUT, C: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_quantise_kernel(
-    GATE_UP, VALUES, SCALES, scale_stride, KEPT, C: tl.constexpr, GROUPS: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-):  # fmt: skip
-    """One program GROUPS groups of one row: gate [row, column], up [row, C + column].  What is
-    quantised is also written to KEPT, if that is given.
+def _gated_row(GATE_UP, KEPT, row, column, inside, C: tl.constexpr):
+    """BF16 silu(gate) * up of these columns of a row, which is also written to KEPT, if that is
+    given: gate [row, column], up [row, C + column].
     """
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * GROUPS
-    column = first * 128 + tl.arange(0, GROUPS * 128)
-    group = first + tl.arange(0, GROUPS)
-    inside = column < C
     gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0)
     up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0)
     y = gated(gate, up)
     if KEPT is not None:
         tl.store(KEPT + row * C + column, y, mask=inside)
+    return y
+
+
+@triton.jit
+def _swiglu_quantise_kernel(
+    GATE_UP, VALUES, SCALES, scale_stride, KEPT, C: tl.constexpr, GROUPS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """One program GROUPS groups of one row of ``_gated_row``."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * GROUPS
+    column = first * 128 + tl.arange(0, GROUPS * 128)
+    group = first + tl.arange(0, GROUPS)
+    inside = column < C
+    y = _gated_row(GATE_UP, KEPT, row, column, inside, C)
     values, scales = quantise_groups(y.to(tl.float32), GROUPS, POWER_OF_TWO)
     tl.store(VALUES + row * C + column, values, mask=inside)
     tl.store(SCALES + group * scale_stride + row, scales, mask=group < (C + 127) // 128)
@@ -296,11 +303,7 @@ def _swiglu_int8_kernel(
     for i in tl.static_range(CHUNKS):
         column = i * CHUNK + tl.arange(0, CHUNK)
         inside = column < C
-        gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0)
-        up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0)
-        y = gated(gate, up)
-        if KEPT is not None:
-            tl.store(KEPT + row * C + column, y, mask=inside)
+        y = _gated_row(GATE_UP, KEPT, row, column, inside, C)
         x = rotated_row(y.to(tl.float32), CHUNK, LEVELS)
         behind = larger_size(behind, x)
         chunks = chunks + (x,)  # noqa: RUF005 (Triton unpacks no tuple)
