@@ -19,11 +19,13 @@ from tests.worlds import in_world
 def work(world: World, case: dict[str, Any]) -> None:
     """The run of a case up to each of its ``stops``."""
     for place, steps in enumerate(case["stops"]):
-        config = config_of({**case, "steps": steps, "algorithm": {"name": "grpo"}})
-        precision = config.precision.model_copy(
-            update={"kv_scales": "per_tensor", "kv_calibration": case["calibration"]}
-        )
-        config = config.model_copy(update={"precision": precision})
+        precision = {
+            "preset": "fp8",
+            "kv_scales": "per_tensor",
+            "kv_calibration": case["calibration"],
+        }
+        more = {"precision": precision}
+        config = config_of({**case, "steps": steps, "algorithm": {"name": "grpo"}, "more": more})
         train_by_ranks(config, resume=place > 0, world=world)
 
 
