@@ -42,9 +42,10 @@ from isobit.run.run import Surroundings
 from isobit.store.checkpoint import Checkpoint, folders_by_step, read_checkpoint
 from isobit.store.compatible import REPLAYING, check_compatible, is_allowed
 from isobit.store.directory import RunDirectory, check_unused
-from isobit.store.journals import read_lines
+from isobit.store.journals import read_lines, whole_lines
 from isobit.store.resume import Say, begin_again
 from isobit.store.reward_record import AnswerRecord, KnownAnswers, KnownRewards, RewardRecord
+from isobit.store.schedule_record import ScheduleRecord
 from isobit.store.state import StepDigests, checkpoint_digest, read_digests
 from isobit.util.errors import CheckpointError, ConfigError
 
@@ -272,6 +273,7 @@ def _run_again(
             source.checkpoint,
             rewards,
             answers,
+            _schedule_of(source, say, world),
             say,
             world,
             source.allowed,
@@ -291,6 +293,15 @@ def _run_again(
         if source.steps[-1] == config.training.steps and source.directory.summary.is_file():
             opened.save_model()
     return source.steps[-1]
+
+
+def _schedule_of(source: ReplaySource, say: Say, world: World) -> ScheduleRecord:
+    """The run's own schedule of the steps."""
+    lines = broadcast(
+        world, lambda: [line.decode() for line in whole_lines(source.directory.schedule, 0)]
+    )
+    steps = [line.encode() for line in lines if json.loads(line).get("step") in source.steps]
+    return ScheduleRecord(say, steps)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -51,24 +51,58 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_asynchrony(config: RunConfig) -> None:
-    """Refuse a lag with calibration, which needs the weights that sampled, and with a replay buffer
-    whose completions are too old before their first replay.
+    """Refuse samples that are older than the step that learns from them with calibration, which
+    needs the weights that sampled, and with a replay buffer whose completions are too old before
+    their first replay; and what a free schedule does not know of.
     """
-    lag, algorithm, training = config.asynchrony.lag, config.algorithm, config.training
-    if not lag:
+    asynchrony, algorithm, training = config.asynchrony, config.algorithm, config.training
+    key = "max_staleness" if asynchrony.is_free else "lag"
+    older = asynchrony.most_steps_behind
+    if asynchrony.is_free:
+        _check_free(config)
+    if not older:
         return
     if isinstance(algorithm, TokenClipConfig) and algorithm.calibrate_every:
         raise ConfigError(
-            f"async.lag is {lag}, and algorithm.calibrate_every {algorithm.calibrate_every}, which "
-            "needs the weights that sampled the batch; leave one of them out"
+            f"async.{key} is {older}, and algorithm.calibrate_every {algorithm.calibrate_every}, "
+            "which needs the weights that sampled the batch; leave one of them out"
         )
-    behind = (lag + 1) * training.updates_per_batch * training.epochs
+    behind = (older + 1) * training.updates_per_batch * training.epochs
     if config.replay.fraction > 0 and config.replay.max_staleness < behind:
         raise ConfigError(
-            f"replay.max_staleness is {config.replay.max_staleness}, but with async.lag = {lag} a "
-            f"completion is {behind} updates old when it could first be replayed; set "
-            f"max_staleness to {behind} or more, or lower async.lag"
+            f"replay.max_staleness is {config.replay.max_staleness}, but with async.{key} = "
+            f"{older} a completion is {behind} updates old when it could first be replayed; set "
+            f"replay.max_staleness to {behind} or more, or lower async.{key}"
         )
+
+
+def _check_free(config: RunConfig) -> None:
+    """Refuse what needs a batch that is sampled at once, or by several processes."""
+    cluster, rollout, algorithm = config.cluster, config.rollout, config.algorithm
+    reasons = {
+        f"async.lag is {config.asynchrony.lag}: one of the two says what is sampled when": bool(
+            config.asynchrony.lag
+        ),
+        "cluster asks for several processes": cluster.is_launched or bool(cluster.rollouters),
+        f"rollout.engine is {rollout.engine!r}, and 'native' and 'http' let half-done samples "
+        "go": rollout.engine == "vllm",
+        "an environment's episodes are not carried over from one step to the next": (
+            config.environment is not None
+        ),
+        "precision.kv_scales is 'per_tensor', whose scales are set between two batches": (
+            config.precision.kv_scales == "per_tensor"
+        ),
+        f"algorithm.name is {algorithm.name!r}, whose greedy samples belong to one batch": (
+            algorithm.name == "remax"
+        ),
+        "algorithm.dynamic_sampling replaces groups of a batch": algorithm.dynamic_sampling,
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise ConfigError(
+                f"async.max_staleness is {config.asynchrony.max_staleness}, but {reason}; leave "
+                "one of them out"
+            )
 
 
 def check_layout(config: RunConfig) -> None:

@@ -20,12 +20,29 @@ from isobit.config.model_shape import MAX_POSITIONS
 
 
 class AsyncConfig(Strict):
-    """A fixed lag of the sampling weights. A run with a lag is as reproducible as one without."""
+    """How far sampling runs ahead of learning: by a fixed lag, or freely within a bound. Either run
+    can be repeated to the last bit.
+    """
 
     lag: int = Field(default=0, ge=0, le=64)
     """How many steps sampling runs ahead of training: batch t is sampled by the weights after step
     t - 1 - lag. Raise it to 1 to keep rollouters and trainers busy at once.
     """
+    max_staleness: int | None = Field(default=None, ge=0, le=64)
+    """Steps that a token may be older than the step that learns from it. A step learns from the
+    first groups that are whole; half-done samples go on with the next weights. 0 is the synchronous
+    run; by default ``lag`` says what is sampled when.
+    """
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it depends on time which weights draw which token."""
+        return self.max_staleness is not None
+
+    @property
+    def most_steps_behind(self) -> int:
+        """The most steps that a token is older than the step that learns from it."""
+        return self.lag if self.max_staleness is None else self.max_staleness
 
 
 OnMismatch = Literal["warn", "stop", "ignore"]

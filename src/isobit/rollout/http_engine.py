@@ -15,7 +15,8 @@ are looked for here, as episodes are.
 
 import json
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from time import monotonic, perf_counter
@@ -116,6 +117,7 @@ class HttpEngine(RemoteSamples):
         self._number_of: dict[Handle, int] = {}
         self._numbered = 0
         self._weights: VersionedWeights | None = None
+        self._holds = False
         self._heard_at = monotonic()
         weakref.finalize(self, self._board.close)
         for server in self._servers:
@@ -148,6 +150,15 @@ class HttpEngine(RemoteSamples):
 
     def release(self) -> None:
         """Nothing of it is on the device."""
+
+    @contextmanager
+    def weights_held(self) -> Iterator[None]:
+        """A block in which servers keep the weights that they have, though the policy learns."""
+        self._holds = True
+        try:
+            yield
+        finally:
+            self._holds = False
 
     # Servers
 
@@ -210,7 +221,7 @@ class HttpEngine(RemoteSamples):
     def _update(self) -> None:
         """Have all servers that answer hold the newest weights, with no sample there meanwhile."""
         before = self._weights
-        if before is not None and before.version == self._policy.version:
+        if before is not None and (self._holds or before.version == self._policy.version):
             return
         begun = perf_counter()
         for number in list(self._there):

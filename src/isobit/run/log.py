@@ -381,8 +381,10 @@ class RlLog(TrainingLog[EvalResult]):
         config = self._config
         if self._comparison.tokens_compared >= self._totals["learnt"]:
             return ""
-        if config.asynchrony.lag:
-            return f"of {COMPARED} completions of each batch (async.lag)"
+        asynchrony = config.asynchrony
+        if asynchrony.most_steps_behind:
+            what = "step (async.max_staleness)" if asynchrony.is_free else "batch (async.lag)"
+            return f"of {COMPARED} completions of each {what}"
         updates = config.training.updates_per_batch
         return f"those of the first of {updates} updates a batch (training.updates_per_batch)"
 

@@ -22,6 +22,8 @@ Who waits for whom:
 - Engine and trainer take turns with the device's memory (``isobit.memory.sharing``).
 - With ``async.lag`` = k a batch waits for k steps between grading and learning
   (``isobit.run.pending``).
+- With ``async.max_staleness`` a step learns as soon as enough groups are whole; half-done samples
+  go on with the next weights (``isobit.run.free_batches``).
 - With ``cluster.rollouters`` some of the processes only sample: while the trainers learn batch t,
   they roll out, grade and compare batch t + k (``isobit.run.pending``).
 
@@ -46,9 +48,10 @@ from isobit.parallel.world import ALONE, World
 from isobit.records.text import Completion, Group
 from isobit.rollout.engine_stats import EngineStats, Progress
 from isobit.rollout.requests import Request
+from isobit.run.free_batches import FreeBatches
 from isobit.run.log import RlLog, RlSummary
 from isobit.run.open_run import OpenRun, begin_run, start_run
-from isobit.run.pending import GradedBatch
+from isobit.run.pending import GradedBatch, Pending
 from isobit.run.resolved import as_begun, resolve, settled, with_check_of_run
 from isobit.run.rl_run import RlRun, extra_bytes, prepare_rl, read_rl
 from isobit.run.rollouters import Rollouters, check_parts
@@ -98,14 +101,15 @@ def take_step(opened: OpenRlRun, step: int) -> StepDigests:
     """
     run, log = opened.run, opened.log
     requested = sample_missing(run, log, step)
-    with opened.learning():
+    with opened.learning(), run.pending.beside():
         log.check_state()
         batch = next_batch(run, log)
         estimated = estimate_advantages(run, batch)  # GRPO: (reward - group's mean) / deviation
         trained = learn(run, log, batch, estimated, step)
         digests = StepDigests.of(step, batch.groups, state_digest(run))
+    run.pending.end_step(step)
     for _ in range(requested):
-        run.pending.add(receive_batch(run, log))
+        receive_batch(run, log)
     run.calibrate_if_due()
     log.step(step, batch, run.pending.take_engine(), trained, digests, estimated)
     log.note_hidden(batch.groups)
@@ -122,14 +126,18 @@ def sample_missing(run: RlRun, log: RlLog, step: int) -> int:
     -> How many batches the rollouters sample while the step learns.
     """
     run.calibrate_if_due()  # before the first step, where it was not evaluated
-    if run.rollouters is None:
-        for _ in run.pending.missing(step):
-            run.pending.add(collect(run))
+    pending = run.pending
+    if isinstance(pending, FreeBatches):
+        pending.take(sample_freely(run, pending, step))
         return 0
-    for _ in run.pending.missing(step - 1):  # at the start and after a resume nothing is there yet
+    if run.rollouters is None:
+        for _ in pending.missing(step):
+            pending.add(collect(run))
+        return 0
+    for _ in pending.missing(step - 1):  # at the start and after a resume nothing is there yet
         request_batch(run)
-        run.pending.add(receive_batch(run, log))
-    beside = run.pending.missing(step)
+        receive_batch(run, log)
+    beside = pending.missing(step)
     for _ in beside:
         request_batch(run)
     return len(beside)
@@ -190,6 +198,18 @@ def rollout(run: RlRun, count: int) -> GradedBatch:
     return GradedBatch(groups[:count], grades, stats)
 
 
+def sample_freely(run: RlRun, free: FreeBatches, step: int) -> GradedBatch:
+    """Draw until a batch for the step is whole, and grade it; half-done samples wait."""
+    version = run.model.policy.version
+    with run.clock("rollout"), run.console.generating("rollout") as progress:
+        watched = run.interruption.watched(progress)
+        groups = free.sample(step, version, run.grading, watched)
+    run.console.notes(run.engine.notes())
+    run.check_noise_of(version, groups)
+    with run.clock("grading"), run.console.busy("grading"):
+        return GradedBatch(groups, run.grading(groups), EngineStats())
+
+
 def _greedy(request: Request) -> Request:
     """The same prompt completed greedily; the visit, which keys no noise here, is another name."""
     sampling = replace(request.sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -242,7 +262,6 @@ def learn(
     if batch.comparison is not None:
         inspect(batch.findings)
     trained = run.learner.update(batch.groups, estimated, step, inspect)
-    run.pending.drop_front()
     if run.reference is not None:
         run.reference.refresh_if_due(step)
     if batch.comparison is not None:
@@ -288,9 +307,10 @@ def request_batch(run: RlRun) -> None:
     run.rollouters.send_command({"do": "sample", "sampler": state, "ahead": ahead})
 
 
-def receive_batch(run: RlRun, log: RlLog) -> GradedBatch:
+def receive_batch(run: RlRun, log: RlLog) -> None:
     """Wait for the batch, and take over the order of prompts and what the run was given."""
     assert run.rollouters is not None
+    assert isinstance(run.pending, Pending)
     with run.clock("waiting"), run.console.busy("waiting for the rollouters"):
         value = run.rollouters.receive_result()
     for name, seconds in value["seconds"].items():
@@ -299,4 +319,4 @@ def receive_batch(run: RlRun, log: RlLog) -> GradedBatch:
     run.recorded.append(value["given"])
     batch = run.pending.batch_of(value["batch"])
     log.inspect_ahead(batch.findings)
-    return replace(batch, engine=EngineStats(**value["engine"]))
+    run.pending.add(replace(batch, engine=EngineStats(**value["engine"])))

@@ -190,7 +190,7 @@ def start_run(
     config = recipe.config
     with open_graders(config) as graders, environments_of(recipe, samples) as environments:
         with console.busy("loading"):
-            records = start.rewards, start.answers, start.writer
+            records = start.rewards, start.answers, start.schedule, start.writer
             run = prepare(Surroundings(console, interruption, graders, *records, environments))
             with run.turns.training(run.clock):
                 start.restore(run)

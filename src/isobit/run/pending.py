@@ -21,13 +21,15 @@ seconds stay with the step that sampled.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from isobit.parallel.world import decode, encode
 from isobit.records.metrics import Metrics
+from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group, Prompt
 from isobit.records.wire import groups_of, groups_value
 from isobit.rewards.tally import GradeStats
@@ -87,6 +89,8 @@ def pending_bytes(completions: int, tokens: int) -> int:
 class Pending:
     """The queue of batches, and its state in checkpoints (``isobit.store.training_run.Extra``)."""
 
+    name = "pending"
+
     def __init__(self, lag: int, steps: int, prompts: Mapping[str, Prompt]) -> None:
         """``prompts`` are all that the run learns from, by id."""
         self._lag, self._steps = lag, steps
@@ -123,15 +127,20 @@ class Pending:
     def front(self) -> GradedBatch:
         """The batch that it is time to learn from."""
         batch = self._waiting[0]
-        return replace(batch, groups=_stale(batch.groups)) if self._lag else batch
+        return replace(batch, groups=stale(batch.groups)) if self._lag else batch
 
     def take_engine(self) -> EngineStats:
         """The engine's figures for the batches that were added since this was last called."""
         engine, self._engine = self._engine, EngineStats()
         return engine
 
-    def drop_front(self) -> None:
-        """Remove the batch that has been learnt from."""
+    def beside(self) -> AbstractContextManager[None]:
+        """A block in which a step learns; nothing is sampled here meanwhile."""
+        return nullcontext()
+
+    def end_step(self, step: int) -> None:
+        """Remove the batch that the step has learnt from."""
+        assert step == self._first
         self._waiting.popleft()
         self._first += 1
 
@@ -163,7 +172,7 @@ class Pending:
 
     def batch_of(self, value: Mapping[str, Any]) -> GradedBatch:
         return GradedBatch(
-            groups_of(value["groups"], self._prompt),
+            groups_of(value["groups"], lambda name: prompt_of(self._prompts, name)),
             GradeStats(**value["grades"]),
             EngineStats(),
             value["refills"],
@@ -172,13 +181,17 @@ class Pending:
             value["mismatch"],
         )
 
-    def _prompt(self, name: str) -> Prompt:
-        if name not in self._prompts:
-            raise CheckpointError(
-                f"a batch that waits has the prompt {name}, which is not among those that the run "
-                "learns from; resume with the same data files"
-            )
-        return self._prompts[name]
+
+def prompt_of(prompts: Mapping[str, Prompt], name: str) -> Prompt:
+    """The prompt of a sample that waits, among those that the run learns from.  Raises
+    CheckpointError.
+    """
+    if name not in prompts:
+        raise CheckpointError(
+            f"a sample that waits has the prompt {name}, which is not among those that the run "
+            "learns from; resume with the same data files"
+        )
+    return prompts[name]
 
 
 def batch_value(batch: GradedBatch) -> dict[str, Any]:
@@ -202,15 +215,32 @@ def compared(batch: GradedBatch, trainer: Trainer) -> GradedBatch:
     """
     sequences = [completion.sequence for group in batch.groups for completion in group.completions]
     sequences = [sequence for sequence in sequences if sequence.response_length]
-    count = min(COMPARED, len(sequences))
-    chosen = [sequences[index * len(sequences) // count] for index in range(count)]
+    comparison, mismatch = compared_sequences(trainer, spread(sequences))
+    return replace(batch, comparison=comparison, mismatch=mismatch)
+
+
+Item = TypeVar("Item")
+
+
+def spread(items: Sequence[Item]) -> list[Item]:
+    """``COMPARED`` of the items, evenly spaced, or all where there are no more."""
+    count = min(COMPARED, len(items))
+    return [items[index * len(items) // count] for index in range(count)]
+
+
+def compared_sequences(
+    trainer: Trainer, sequences: Sequence[TokenSequence]
+) -> tuple[Comparison, Metrics]:
+    """Recorded against trained log-probabilities of sequences, by the weights as they are; and
+    their train-inference mismatch.
+    """
     tokens = ComparedTokens.none()
-    for sequence, scores in zip(chosen, scores_by_policy(trainer, chosen), strict=True):
+    for sequence, scores in zip(sequences, scores_by_policy(trainer, sequences), strict=True):
         tokens.add_sequence(with_old_columns(sequence, scores))
-    return replace(batch, comparison=tokens.comparison(), mismatch=tokens.mismatch())
+    return tokens.comparison(), tokens.mismatch()
 
 
-def _stale(groups: Sequence[Group]) -> list[Group]:
+def stale(groups: Sequence[Group]) -> list[Group]:
     """The groups with completions that other weights drew than those that learn from them."""
     return [
         replace(

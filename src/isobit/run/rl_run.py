@@ -28,7 +28,7 @@ from isobit.observe.metrics import check_packages, check_services
 from isobit.parallel.world import ALONE, World
 from isobit.proof.redraw import redraw_some
 from isobit.records.packing import pack
-from isobit.records.text import Completion, SamplingParams
+from isobit.records.text import Completion, Group, SamplingParams
 from isobit.rollout.engine_stats import EngineStats, Progress
 from isobit.rollout.episodes import Episodes
 from isobit.rollout.requests import Request
@@ -36,6 +36,7 @@ from isobit.rollout.shared import generate_shared
 from isobit.run.acting import Generate
 from isobit.run.data import RlData, evaluation_requests, load_prompts
 from isobit.run.evaluation import Evaluation, OnProgress
+from isobit.run.free_batches import FreeBatches
 from isobit.run.frozen_models import (
     checkpoint_bytes,
     describe_reference,
@@ -57,7 +58,7 @@ from isobit.training.calibration import build_calibration, describe_shadow
 from isobit.training.checks import check_noise
 from isobit.training.replay_buffer import ReplayBuffer
 from isobit.training.step import Learner
-from isobit.util.errors import MismatchError
+from isobit.util.errors import ConfigError, MismatchError
 
 VALUE_HEAD_RATE = 10.0
 """Default learning rate of a value head, as a multiple of the policy's: the head starts at zero."""
@@ -105,7 +106,12 @@ class RlRun(Run[RunConfig, RlData]):
         if rollouters is not None:
             self.engine.release()  # it is asked for nothing
         self.reference = load_reference(config, policy, self.model.folder) if learns else None
-        self.pending = Pending(config.asynchrony.lag, config.training.steps, plan.data.train)
+        asynchrony = config.asynchrony
+        self.pending: Pending | FreeBatches = (
+            self._free_batches(around)
+            if asynchrony.is_free
+            else Pending(asynchrony.lag, config.training.steps, plan.data.train)
+        )
         self.replay: ReplayBuffer | None = None
         if config.replay.fraction > 0:
             self.replay = ReplayBuffer(config.replay, config.seed)
@@ -119,7 +125,7 @@ class RlRun(Run[RunConfig, RlData]):
             "reference": self.reference,
             "replay": self.replay,
             "calibration": self.calibration,
-            "pending": self.pending if config.asynchrony.lag else None,
+            self.pending.name: self.pending if asynchrony.most_steps_behind else None,
         }
         self.extras |= {name: extra for name, extra in extras.items() if extra is not None}
 
@@ -139,6 +145,24 @@ class RlRun(Run[RunConfig, RlData]):
             teaching=config.teacher,
         )
         return Learner(estimator, self.replay, self.calibration, config.check.repeat_every)
+
+    def _free_batches(self, around: Surroundings) -> FreeBatches:
+        """Raises ConfigError for several processes, and for an algorithm with greedy samples."""
+        problem = {
+            "the run has several processes": self.world.size > 1,
+            "the algorithm asks for greedy samples": self.algorithm.needs_greedy,
+        }
+        for what, is_so in problem.items():
+            if is_so:
+                raise ConfigError(
+                    f"{what}, which async.max_staleness does not take; leave it out, or set "
+                    "async.lag"
+                )
+        config, data = self.config, self.data
+        like = Request(data.prompts[0], 0, config.training.samples_per_prompt, self.sampling)
+        return FreeBatches(
+            config, self.engine, self.sampler, like, data.train, around.schedule, around.writer
+        )
 
     def _with_answers(self, answers: AnswerRecord) -> Episodes | None:
         """Episodes with what tools say from ``answers`` where it still has some, else from the
@@ -249,6 +273,22 @@ class RlRun(Run[RunConfig, RlData]):
         with self.turns.training(self.clock):
             problem = redraw_some(policy, requests, completions, self.config.seed)
         self.console.notes(check_noise(self.config.check, problem))
+
+    def check_noise_of(self, version: int, groups: Sequence[Group]) -> None:
+        """``check_noise`` of the groups that weights of one version, the present ones, have drawn
+        from the first token to the last.
+        """
+        drawn = [
+            group
+            for group in groups
+            if all(set(one.weights_versions) <= {version} for one in group.completions)
+        ]
+        if drawn:
+            requests = [
+                Request(group.prompt, group.visit, len(group.completions), self.sampling)
+                for group in drawn
+            ]
+            self.check_noise(requests, [group.completions for group in drawn])
 
     def generation(self, plan: Plan[RunConfig, RlData]) -> Generate | None:
         return None if plan.data.tools is None else self.generate
@@ -441,8 +481,8 @@ _STOPS = (
 def extra_bytes(config: RunConfig, model: ModelConfig) -> int:
     """The most that a checkpoint holds beside policy and optimiser."""
     replay = config.replay.max_mib * (1 << 20) if config.replay.fraction > 0 else 0
-    training, lag = config.training, config.asynchrony.lag
-    waiting = lag * training.prompts_per_step * training.samples_per_prompt
+    training, ahead = config.training, config.asynchrony.most_steps_behind
+    waiting = ahead * training.prompts_per_step * training.samples_per_prompt
     tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     return checkpoint_bytes(config, model) + int(replay) + pending_bytes(waiting, tokens)
 

@@ -38,6 +38,7 @@ from isobit.run.plan import Config, Data, Plan, check_requests, plan_device_memo
 from isobit.run.reward_models import ModelRewards
 from isobit.store.keeper import check_hook
 from isobit.store.reward_record import AnswerRecord, RewardRecord
+from isobit.store.schedule_record import ScheduleRecord
 from isobit.store.training_run import Extra
 from isobit.store.waiting_writer import WaitingWriter
 from isobit.training.trainer import Trainer
@@ -56,6 +57,8 @@ class Surroundings:
     """Rewards of an interrupted run, which come before those of the graders."""
     answers: AnswerRecord
     """What an environment said in an interrupted run, which comes before what it says."""
+    schedule: ScheduleRecord
+    """Which step of an interrupted run learnt from what, which comes before another schedule."""
     writer: WaitingWriter | None = None
     """Writes the records; None where they are sent to others."""
     environments: Environments[Handle] | None = None
@@ -70,8 +73,9 @@ class Surroundings:
     @classmethod
     def none(cls, world: World) -> Self:
         """Nothing: for a run that is looked at and does no step, or that others command."""
-        records = RewardRecord(lambda _: None), AnswerRecord(lambda _: None)
-        return cls(silent(), Interruption(world), None, *records)
+        rewards, answers = RewardRecord(lambda _: None), AnswerRecord(lambda _: None)
+        schedule = ScheduleRecord(lambda _: None)
+        return cls(silent(), Interruption(world), None, rewards, answers, schedule)
 
 
 class Run(ABC, Generic[Config, Data]):

@@ -8,6 +8,8 @@
                         and each evaluation
     rewards.jsonl       every reward that the run was given
     environment.jsonl   with an environment: all that its tools have said
+    schedule.jsonl      with ``async.max_staleness``: which step learns from which groups, and which
+                        weights drew what
     digests.jsonl       of each step of reinforcement learning, digests of its tokens,
                         log-probabilities, rewards, and of the state after its update
     budget.jsonl        changes of the tokens a micro-batch after an out-of-memory, if any
@@ -51,11 +53,12 @@ class RunDirectory:
         self.kept_completions = root / "completions"
         self.rewards = root / "rewards.jsonl"
         self.answers = root / "environment.jsonl"
+        self.schedule = root / "schedule.jsonl"
         self.digests = root / "digests.jsonl"
         self.budget = root / "budget.jsonl"
         self.growing = (
             *(self.metrics, self.completions, self.rewards, self.answers, self.digests),
-            self.budget,
+            *(self.schedule, self.budget),
         )
         self.checkpoints = root / "checkpoints"
         self.model = root / "model"

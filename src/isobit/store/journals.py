@@ -55,13 +55,13 @@ def check_positions(directory: RunDirectory, recorded: Positions) -> None:
 def rewind(directory: RunDirectory, recorded: Positions) -> None:
     """Cut every file to its recorded size and remove those of the run that did not exist.
 
-    ``rewards.jsonl``, ``environment.jsonl`` and ``budget.jsonl`` stay whole: repeated steps read
-    what follows.  A file that has lost lines keeps those that are whole.
+    ``rewards.jsonl``, ``environment.jsonl``, ``schedule.jsonl`` and ``budget.jsonl`` stay whole:
+    repeated steps read what follows.  A file that has lost lines keeps those that are whole.
     """
     names = {str(path.relative_to(directory.root)) for path in _journals(directory)}
     for name in sorted(names | recorded.keys()):
         path, size = directory.root / name, recorded.get(name)
-        if path in (directory.rewards, directory.answers, directory.budget):
+        if path in (directory.rewards, directory.answers, directory.schedule, directory.budget):
             continue
         if size is None:
             path.unlink()

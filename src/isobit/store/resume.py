@@ -48,6 +48,7 @@ from isobit.store.lock import locked
 from isobit.store.manifest import environment, manifest, processes
 from isobit.store.newest import Say, newest_usable, tidy
 from isobit.store.reward_record import AnswerRecord, RewardRecord
+from isobit.store.schedule_record import ScheduleRecord
 from isobit.store.shared_disk import check_shared
 from isobit.store.state import drop_torn_line, read_changes
 from isobit.store.training_run import TrainingRun
@@ -55,8 +56,9 @@ from isobit.store.waiting_writer import WaitingWriter
 from isobit.training.budget import BudgetChange
 from isobit.util.disk_space import disk_errors
 
-_GIVEN = ("rewards", "answers")
-"""What a run was given from outside and is given again (``isobit.store.reward_record``)."""
+_GIVEN = ("rewards", "answers", "schedule")
+"""What a run was given from outside and is given again (``isobit.store.reward_record``,
+``isobit.store.schedule_record``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Start:
     directory: RunDirectory
     rewards: RewardRecord
     answers: AnswerRecord
+    schedule: ScheduleRecord
     world: World
     hosts: Sequence[str]
     """The host of each rank."""
@@ -151,8 +154,8 @@ class Start:
         """
         write_on_first(self.world, lambda: self._open(run))
         if not self.writes:
-            self.rewards.follow()
-            self.answers.follow()
+            for record in (self.rewards, self.answers, self.schedule):
+                record.follow()
 
     def _open(self, run: TrainingRun) -> None:
         root = self.directory.root
@@ -193,6 +196,9 @@ class Start:
             if isinstance(run.config, RunConfig) and run.config.environment is not None:
                 self.answers.open(self.directory.answers)
                 self._lock.callback(self.answers.close)
+            if isinstance(run.config, RunConfig) and run.config.asynchrony.is_free:
+                self.schedule.open(self.directory.schedule)
+                self._lock.callback(self.schedule.close)
 
     def _hold(self, root: Path) -> None:
         self.watch.hold(root)
@@ -227,7 +233,7 @@ def begin(
     with ExitStack() as lock:
         if not broadcast(world, lambda: _lock(directory, resume, say, lock)):
             broadcast(world, lambda: plan_disk(config, shape, (), extra_bytes).check())
-            records = RewardRecord(say), AnswerRecord(say)
+            records = RewardRecord(say), AnswerRecord(say), ScheduleRecord(say)
             yield Start(directory, *records, world, hosts, writer, lock, say)
             return
         checkpoint = newest_usable(directory, say, world)
@@ -236,7 +242,7 @@ def begin(
                 world, lambda: _decide(directory, config, shape, checkpoint, extra_bytes, allowed)
             )
         )
-        rewards, answers = ([line.encode() for line in found[name]] for name in _GIVEN)
+        rewards, answers, schedule = ([line.encode() for line in found[name]] for name in _GIVEN)
         say(
             f"resuming {directory.root} after step {checkpoint.step if checkpoint else 0} of "
             f"{config.training.steps}" + ("" if checkpoint else ": there is no checkpoint yet")
@@ -245,6 +251,7 @@ def begin(
             directory,
             RewardRecord(say, rewards, position_at(checkpoint, directory.rewards)),
             AnswerRecord(say, answers, position_at(checkpoint, directory.answers)),
+            ScheduleRecord(say, schedule, position_at(checkpoint, directory.schedule)),
             world,
             hosts,
             writer,
@@ -288,7 +295,8 @@ def _decide(
     changed = _check_settings(old, config, step, allowed)
     on_disk = [done for done in folders_by_step(directory.checkpoints) if done <= step]
     plan_disk(config, shape, on_disk, extra_bytes).check()
-    paths = dict(zip(_GIVEN, (directory.rewards, directory.answers), strict=True))
+    files = directory.rewards, directory.answers, directory.schedule
+    paths = dict(zip(_GIVEN, files, strict=True))
     given = {name: whole_lines(one, position_at(checkpoint, one)) for name, one in paths.items()}
     budget = read_changes(directory.budget, position_at(checkpoint, directory.budget))
     return json.dumps(
@@ -364,6 +372,7 @@ def begin_again(
     checkpoint: Checkpoint | None,
     rewards: RewardRecord,
     answers: AnswerRecord,
+    schedule: ScheduleRecord,
     say: Say,
     world: World = ALONE,
     allowed: Sequence[str] = (),
@@ -372,7 +381,8 @@ def begin_again(
     """The start of a repetition: steps of the run in ``source``, whose ``run.json`` holds
     ``manifest``, are done again from one of its checkpoints or from the beginning.  Only the empty
     directory ``config.output`` is written to.  Rewards come from ``rewards``, what tools say from
-    ``answers``, changes of the budget from the run.  ``check`` is as in ``begin``.
+    ``answers``, who learns from what from ``schedule``, changes of the budget from the run.
+    ``check`` is as in ``begin``.
 
     ``Start.restore`` raises ConfigError for inputs or a class of bits that are others than the
     run's and not ``allowed``.
@@ -392,6 +402,7 @@ def begin_again(
             directory,
             rewards,
             answers,
+            schedule,
             world,
             hosts,
             writer,

@@ -44,11 +44,16 @@ def check_sampled(groups: Sequence[Group], generated: int) -> None:
             return
         _check_mask(name, sequence)
         counted += sequence.drawn
+    samples = sum(len(group.completions) for group in groups)
+    check_counted(generated, counted, f"the {samples:,} samples of the rollout")
+
+
+def check_counted(generated: int, counted: int, where: str) -> None:
+    """Raises MismatchError, on every rank, where an engine has drawn other tokens than there are
+    ``where`` they should be.
+    """
     if counted != generated:
-        raise _fault(
-            f"the engine has drawn {generated:,} tokens, and {counted:,} are in the "
-            f"{sum(len(group.completions) for group in groups):,} samples of the rollout"
-        )
+        raise _fault(f"the engine has drawn {generated:,} tokens, and {counted:,} are in {where}")
 
 
 def check_learnt(estimated: Sequence[Group], parts: Sequence[Sequence[TokenSequence]]) -> None:

@@ -1,0 +1,280 @@
+"""Batches of groups that are sampled up to ``async.max_staleness`` steps ahead
+(``isobit.records.schedule`` has the rules, ``isobit.rollout.open_groups`` the sampling).
+
+    step t    resume      half-done samples go on, by the weights after step t - 1
+              sample      until a batch may be chosen
+              compare     some of what these weights drew with the trainer's forward
+              learn       from the batch; an engine elsewhere samples on meanwhile
+              pause       half-done samples leave the engine, and the line of the step is written
+
+Between two steps all open groups are here, half done: the engine is free for an evaluation, and a
+checkpoint holds them (``open_groups.safetensors``).  Where the record has a line for the step, its
+groups are drawn as that says, and the step learns from the same ones.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from isobit.config.recipes import RunConfig
+from isobit.data.sampler import PromptSampler
+from isobit.parallel.world import decode, encode
+from isobit.records.schedule import Bound, Name, ScheduledStep
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Group, Prompt
+from isobit.records.wire import completions_of, completions_value
+from isobit.rollout.engine import RolloutEngine
+from isobit.rollout.engine_stats import EngineStats, Progress
+from isobit.rollout.http_engine import HttpEngine
+from isobit.rollout.open_groups import OpenGroup, OpenGroups, cut
+from isobit.rollout.requests import Request
+from isobit.run.grading import RecordedGrading
+from isobit.run.pending import GradedBatch, compared_sequences, prompt_of, spread, stale
+from isobit.store.schedule_record import ScheduleRecord
+from isobit.store.waiting_writer import WaitingWriter
+from isobit.training.step import Findings
+from isobit.training.token_count import check_counted
+from isobit.training.trainer import Trainer
+
+Compared = tuple[str, int, int, int]
+"""Prompt, visit, sample, and tokens of it."""
+_TICK_S = 0.05
+"""Seconds until servers that have nothing to draw are looked at again."""
+
+
+class FreeBatches:
+    """The batches of a run, and the open groups in its checkpoints
+    (``isobit.store.training_run.Extra``).
+    """
+
+    name = "open_groups"
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: RolloutEngine,
+        sampler: PromptSampler,
+        like: Request,
+        prompts: Mapping[str, Prompt],
+        record: ScheduleRecord,
+        writer: WaitingWriter | None,
+    ) -> None:
+        """``like`` is the request of any prompt; ``prompts`` are all that the run learns from;
+        ``writer`` writes the record.
+        """
+        staleness, training = config.asynchrony.max_staleness, config.training
+        assert staleness is not None
+        self._bound = Bound(staleness, training.prompts_per_step, training.steps)
+        self._config, self._engine = config, engine
+        self._sampler, self._like, self._prompts, self._record = sampler, like, prompts, record
+        self._writer = writer
+        self._grading: RecordedGrading | None = None
+        self._open = OpenGroups(engine, self._begin, self._submit)
+        self._done, self._begun = 0, 0
+        """Steps done, and groups begun since the start of the run."""
+        self._batch: GradedBatch | None = None
+        self._names: tuple[Name, ...] = ()
+        """The groups of the batch."""
+        self._to_compare: dict[Compared, TokenSequence] = {}
+        self._tokens = 0
+        """Tokens of the open groups before the step, less those of the batch."""
+        self._stats = EngineStats()
+        self._kept: list[OpenGroup] = []
+        """The open groups as they were after the last step, for a checkpoint."""
+
+    # A step.
+
+    def sample(
+        self,
+        step: int,
+        version: int,
+        grading: RecordedGrading,
+        watch: Callable[[Progress], None],
+    ) -> list[Group]:
+        """Draw by the weights of a version until the batch of a step can be chosen.  -> Its groups,
+        not graded.  Raises what an engine raises.
+        """
+        self._grading, self._done = grading, step - 1
+        self._begun = self._done * self._bound.per_step + len(self._open.groups)
+        self._open.begin_count()
+        self._tokens = self._open.tokens
+        recorded = self._record.recorded(step)
+        sample = partial(self._follow, recorded) if recorded else self._sample_freely
+        try:
+            places = sample(watch)
+        except BaseException:
+            self._open.stop()
+            raise
+        self._names = tuple(self._open.groups[place].name for place in places)
+        self._to_compare = self._comparable(version, recorded)
+        groups = self._open.take(places)
+        self._tokens -= sum(one.length for group in groups for one in group.completions)
+        return groups
+
+    def _sample_freely(self, watch: Callable[[Progress], None]) -> list[int]:
+        groups, step = self._open, self._done + 1
+        groups.resume()
+        while (places := self._bound.chosen(step, groups.standing)) is None:
+            groups.turn()
+            watch(self._progress())
+        if not isinstance(self._engine, HttpEngine):
+            groups.pause()
+        return places
+
+    def _follow(self, recorded: ScheduledStep, watch: Callable[[Progress], None]) -> list[int]:
+        groups = self._open
+        groups.draw_to(recorded.learns, recorded.drawn, lambda: watch(self._progress()))
+        return [groups.place_of(name) for name in recorded.learns]
+
+    def _comparable(
+        self, version: int, recorded: ScheduledStep | None
+    ) -> dict[Compared, TokenSequence]:
+        """What is compared of the tokens that the present weights drew: a few samples as far as
+        they have come, or those of the record.
+        """
+        if not self._bound.max_staleness:
+            return {}
+        found = dict[Compared, TokenSequence]()
+        wanted = None if recorded is None else {one[:3]: one[3] for one in recorded.compared}
+        for group in self._open.groups:
+            for sample, completion in sorted(group.samples.items()):
+                name = (*group.name, sample)
+                if wanted is not None and name not in wanted:
+                    continue
+                length = completion.length if wanted is None else wanted[name]
+                sequence = drawn_by(cut(completion, length).sequence, version)
+                if sequence.response_length:
+                    found[(*name, length)] = sequence
+        return found if wanted is not None else dict(spread(list(found.items())))
+
+    def take(self, batch: GradedBatch) -> None:
+        """Take the batch of the step, whose groups are graded."""
+        self._batch = batch
+
+    def compare(self, trainer: Trainer) -> None:
+        """Compare some of what the present weights drew, before they change."""
+        if self._bound.max_staleness:
+            assert self._batch is not None
+            found = compared_sequences(trainer, list(self._to_compare.values()))
+            self._batch = replace(self._batch, comparison=found[0], mismatch=found[1])
+
+    def findings(self) -> list[Findings]:
+        """What the comparison has found."""
+        assert self._batch is not None
+        return [self._batch.findings]
+
+    def front(self) -> GradedBatch:
+        """The batch to learn from."""
+        assert self._batch is not None
+        batch = self._batch
+        return replace(batch, groups=stale(batch.groups)) if self._bound.max_staleness else batch
+
+    def take_engine(self) -> EngineStats:
+        """The engine's figures since this was last called."""
+        stats, self._stats = self._stats, EngineStats()
+        return stats
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """A block in which the step learns.  Servers sample on meanwhile, by the weights that they
+        have; an error of theirs is raised at the end.
+        """
+        engine = self._engine
+        if not isinstance(engine, HttpEngine) or self._record.is_ahead:
+            yield
+            return
+        ended, errors = threading.Event(), list[BaseException]()
+
+        def draw() -> None:
+            try:
+                self._open.resume()
+                while not ended.is_set():
+                    self._open.turn()
+                    if not self._open.num_live:
+                        ended.wait(_TICK_S)
+            except BaseException as error:
+                errors.append(error)
+
+        with engine.weights_held():
+            thread = threading.Thread(target=draw, name="sampling")
+            thread.start()
+            try:
+                yield
+            finally:
+                ended.set()
+                thread.join()
+            if errors:
+                raise errors[0]
+
+    def end_step(self, step: int) -> None:
+        """Note the line of a step that is done, and what a checkpoint holds after it.  Raises
+        MismatchError where the engine has drawn more or fewer tokens than the samples have got.
+        """
+        self._open.pause()
+        self._stats += self._open.counted
+        where, added = "the open groups and the batch", self._open.tokens - self._tokens
+        check_counted(self._open.kept_tokens, added, where)
+        self._batch = None
+        drawn = {group.name: group.lengths for group in self._open.groups}
+        line = ScheduledStep(step, self._names, drawn, tuple(self._to_compare)).line()
+        self._record.append([line])
+        if self._writer is not None:
+            self._writer.write_on_first(self._record.write)
+        self._kept = [group.copy() for group in self._open.groups]
+
+    def _begin(self) -> OpenGroup | None:
+        learnt = self._done * self._bound.per_step
+        if not self._bound.may_begin(self._begun, learnt):
+            return None
+        self._begun += 1
+        [(prompt, visit)] = self._sampler.next(1)
+        return OpenGroup(replace(self._like, prompt=prompt, visit=visit), self._done)
+
+    def _submit(self, group: Group) -> None:
+        if self._grading is not None:
+            self._grading.submit(group)
+
+    def _progress(self) -> Progress:
+        if self._grading is not None:
+            self._grading.poll()
+        groups, stats = self._open, self._open.counted
+        total = sum(one.request.samples for one in groups.groups)
+        tokens, seconds = stats.generated_tokens, stats.seconds
+        return Progress(groups.num_ended, self._engine.num_running, total, tokens, seconds)
+
+    # Checkpoints.
+
+    def state(self) -> dict[str, Any]:
+        """The open groups, by prompt, visit, steps done when they began, and tokens drawn."""
+        return {"groups": [[*one.name, one.begun_after, list(one.lengths)] for one in self._kept]}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Their samples, as one message."""
+        samples = [one.samples[sample] for one in self._kept for sample in sorted(one.samples)]
+        if not samples:
+            return {}
+        message = bytearray(encode(completions_value(samples)))
+        return {"samples": torch.frombuffer(message, dtype=torch.uint8)}
+
+    def restore(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on with these groups.  Raises CheckpointError for one of other prompts."""
+        message = tensors.get("samples")
+        found = [] if message is None else completions_of(decode(bytes(message.numpy())))
+        samples = iter(found)
+        self._open.groups = []
+        for name, visit, begun_after, lengths in state["groups"]:
+            request = replace(self._like, prompt=prompt_of(self._prompts, name), visit=visit)
+            group = OpenGroup(request, begun_after, {i: next(samples) for i in range(len(lengths))})
+            group.close_if_whole()
+            self._open.groups.append(group)
+        self._kept = [group.copy() for group in self._open.groups]
+
+
+def drawn_by(sequence: TokenSequence, version: int) -> TokenSequence:
+    """A sequence whose response are the tokens that weights of one version drew."""
+    return replace(sequence, loss_mask=sequence.loss_mask & (sequence.weights_versions == version))

@@ -1,0 +1,71 @@
+"""The rules of a free schedule: no step is late, no token too old, and a line of it is read as it
+was written.
+"""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isobit.records.schedule import Bound, ScheduledStep
+
+NAMES = st.tuples(st.text(max_size=4), st.integers(0, 9))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    staleness=st.integers(0, 4),
+    per_step=st.integers(1, 4),
+    steps=st.integers(1, 8),
+    data=st.data(),
+)
+def test_whatever_ends_first_no_step_is_late_and_each_group_is_learnt_from_once(
+    staleness: int, per_step: int, steps: int, data: st.DataObject
+) -> None:
+    bound = Bound(staleness, per_step, steps)
+    begun, learnt = 0, list[int]()
+    open_groups: list[tuple[int, int, bool]] = []  # number, begun_after, is_whole
+    for step in range(1, steps + 1):
+        while True:
+            done = (step - 1) * per_step
+            while bound.may_begin(begun, done) and data.draw(st.booleans()):
+                open_groups.append((begun, step - 1, False))
+                begun += 1
+            chosen = bound.chosen(step, [(after, whole) for _, after, whole in open_groups])
+            if chosen is not None:
+                break
+            half_done = [place for place, one in enumerate(open_groups) if not one[2]]
+            if not half_done:  # only too few groups can be the reason
+                assert len(open_groups) < per_step
+                assert bound.may_begin(begun, done)
+                open_groups.append((begun, step - 1, False))
+                begun += 1
+                continue
+            place = data.draw(st.sampled_from(half_done))
+            open_groups[place] = (*open_groups[place][:2], True)
+        assert len(chosen) == per_step
+        for place in chosen:
+            number, after, is_whole = open_groups[place]
+            assert is_whole
+            assert 0 <= step - 1 - after <= staleness
+            learnt.append(number)
+        open_groups = [one for place, one in enumerate(open_groups) if place not in chosen]
+    assert sorted(learnt) == list(range(steps * per_step))
+    assert open_groups == []
+    if staleness == 0:
+        assert learnt == sorted(learnt)
+
+
+@given(
+    step=st.integers(1, 99),
+    learns=st.lists(NAMES, max_size=3),
+    drawn=st.dictionaries(NAMES, st.lists(st.integers(0, 99), max_size=3), max_size=3),
+    compared=st.lists(st.tuples(st.text(max_size=4), *[st.integers(0, 9)] * 3), max_size=3),
+)
+def test_a_line_is_read_as_it_was_written(
+    step: int,
+    learns: list[tuple[str, int]],
+    drawn: dict[tuple[str, int], list[int]],
+    compared: list[tuple[str, int, int, int]],
+) -> None:
+    counts = {name: tuple(of_name) for name, of_name in drawn.items()}
+    written = ScheduledStep(step, tuple(learns), counts, tuple(compared))
+    assert ScheduledStep.of_line(written.line()) == written

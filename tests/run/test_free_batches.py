@@ -1,0 +1,218 @@
+"""``async.max_staleness``: 0 is the synchronous run, nothing is too old, and a run is repeated and
+goes on with the schedule that it had.
+"""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isobit.commands.replay import replay
+from isobit.config.recipes import RunConfig
+from isobit.run.free_batches import FreeBatches
+from isobit.run.loop import train
+from isobit.store.keeper import CheckpointKeeper
+from isobit.util.errors import ConfigError
+from tests.run.test_lag import REWARD, Killed, outcome, steps_of
+from tests.tiny import json_lines
+
+MakeConfig = Callable[..., RunConfig]
+STEPS = 6
+
+
+@pytest.fixture
+def free(make_config: MakeConfig, write_reward: Callable[[str], str]) -> MakeConfig:
+    """Six steps, with few places, so that samples of a group begin and end apart."""
+
+    def make(max_staleness: int | None, **sections: Any) -> RunConfig:
+        return make_config(
+            write_reward(REWARD),
+            training={"steps": STEPS, "learning_rate": 1e-2, **sections.pop("training", {})},
+            rollout={"max_new_tokens": 9, "max_sequences": 7, **sections.pop("rollout", {})},
+            checkpoint={"every": 1, "keep_last": 9, **sections.pop("checkpoint", {})},
+            **{"async": {"max_staleness": max_staleness}, **sections},
+        )
+
+    return make
+
+
+def left_by(root: Path) -> dict[str, Any]:
+    """All bytes that a run leaves but for times, and counts of what the engine did."""
+    found = outcome(root)
+    for line in found["metrics"]:
+        for name in [name for name in line if name.startswith("rollout/")]:
+            del line[name]
+    return found
+
+
+def schedule_of(root: Path) -> list[dict[str, Any]]:
+    return json_lines(root / "schedule.jsonl")
+
+
+def test_without_staleness_it_is_the_synchronous_run(free: MakeConfig, tmp_path: Path) -> None:
+    synchronous = free(None, output=tmp_path / "synchronous")
+    train(synchronous)
+    config = free(0, output=tmp_path / "free")
+    train(config)
+    assert left_by(config.output) == left_by(synchronous.output)
+    assert [line["drawn"] for line in schedule_of(config.output)] == [[]] * STEPS
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+def test_samples_go_on_with_other_weights_and_nothing_differs(
+    staleness: int, free: MakeConfig
+) -> None:
+    config = free(staleness)
+    summary = train(config)
+    assert summary.tokens_differing == 0 < summary.tokens_compared
+    lines = schedule_of(config.output)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert any(any(counts) for line in lines for *_, counts in line["drawn"])
+    steps = steps_of(config.output)
+    assert any(line["staleness/mean"] % 1 for line in steps), "a sample has tokens of two versions"
+    assert all(line["staleness/mean"] <= staleness for line in steps)
+    learnt = Counter((prompt, visit) for line in lines for prompt, visit in line["learns"])
+    assert set(learnt.values()) == {1}
+    assert len(learnt) == STEPS * config.training.prompts_per_step
+
+
+def test_what_other_weights_drew_would_differ(
+    free: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The count of 0 is a check: tokens of an older version have other log-probabilities now."""
+    monkeypatch.setattr("isobit.run.free_batches.drawn_by", lambda sequence, _: sequence)
+    config = free(2, check={"on_mismatch": "warn"})
+    assert train(config).tokens_differing > 0
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("precision", ["int8", "fp8", "bf16"])
+def test_killed_between_any_two_steps_it_is_one_run_that_can_be_replayed(
+    precision: str, free: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes after a kill has another schedule, as an engine that has been elsewhere has; all
+    of it together is one run, which repeats from its start.
+    """
+    save = CheckpointKeeper.save_if_due
+
+    def save_and_die(self: CheckpointKeeper, step: int) -> None:
+        save(self, step)
+        raise Killed
+
+    config = free(2, precision=precision)
+    for step in range(1, STEPS + 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointKeeper, "save_if_due", save_and_die)
+            with pytest.raises(Killed):
+                train(config, resume=step > 1)
+    train(config, resume=True)
+    assert list(config.output.glob("checkpoints/*/open_groups.safetensors"))
+    assert replay(config.output, say=lambda _: None).differences == []
+    learnt = [tuple(name) for line in schedule_of(config.output) for name in line["learns"]]
+    assert len(set(learnt)) == len(learnt) == STEPS * config.training.prompts_per_step
+
+
+class Hurried:
+    """An engine's steps that end by chance: the schedule depends on something that no record but
+    ``schedule.jsonl`` has.
+    """
+
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._state = seed
+        chosen = FreeBatches._sample_freely
+
+        def sample(free: FreeBatches, watch: Any) -> list[int]:
+            places = chosen(free, watch)
+            free._open.resume()
+            for _ in range(self._random() % 5):
+                free._open.turn()
+            free._open.pause()
+            return places
+
+        monkeypatch.setattr(FreeBatches, "_sample_freely", sample)
+
+    def _random(self) -> int:
+        self._state = self._state * 1103515245 + 12345 & 0x7FFFFFFF
+        return self._state >> 16
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_schedule_that_time_has_made_is_replayed_and_resumed(
+    seed: int, free: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = free(2)
+    with monkeypatch.context() as patch:
+        Hurried(seed, patch)
+        train(config)
+    lines, expected = schedule_of(config.output), left_by(config.output)
+    for step in (None, 4):
+        found = replay(config.output, step, say=lambda _: None)
+        assert found.differences == []
+    # the last three steps again, by the lines that are there
+    for step in range(4, STEPS + 1):
+        shutil.rmtree(config.output / "checkpoints" / f"step_{step:06}")
+    train(config, resume=True)
+    assert schedule_of(config.output) == lines
+    assert left_by(config.output) == expected
+
+
+def test_a_replay_that_draws_a_token_by_other_weights_is_found(
+    free: MakeConfig, tmp_path: Path
+) -> None:
+    config = free(2)
+    train(config)
+    path = config.output / "schedule.jsonl"
+    lines = schedule_of(config.output)
+    line = next(line for line in lines if any(any(counts) for *_, counts in line["drawn"]))
+    counts = next(counts for *_, counts in line["drawn"] if any(counts))
+    place = next(place for place, count in enumerate(counts) if count)
+    counts[place] -= 1
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = replay(config.output, say=lambda _: None)
+    assert {one.step for one in found.differences} != set()
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        ({"async": {"lag": 1, "max_staleness": 1}}, "async.lag is 1"),
+        ({"algorithm": {"name": "remax"}}, "greedy"),
+        ({"algorithm": {"dynamic_sampling": True}}, "dynamic_sampling"),
+        ({"algorithm": {"calibrate_every": 2}}, "calibrate_every"),
+        ({"cluster": {"processes": 2}}, "several processes"),
+        ({"precision": {"preset": "fp8", "kv_scales": "per_tensor"}}, "per_tensor"),
+        ({"replay": {"fraction": 0.5, "max_staleness": 1}}, "replay.max_staleness"),
+    ],
+)
+def test_what_it_cannot_have_is_refused_by_name(
+    sections: dict[str, Any], problem: str, free: MakeConfig
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        train(free(1, **sections))
+
+
+def test_an_error_while_it_samples_leaves_what_was_open(
+    free: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = free(2, checkpoint={"every": 0})
+    sample = FreeBatches.sample
+
+    def fail_in_step_4(self: FreeBatches, step: int, *arguments: Any) -> Any:
+        found = sample(self, step, *arguments)
+        if step == 4:
+            raise KeyError("the fourth step")
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FreeBatches, "sample", fail_in_step_4)
+        with pytest.raises(KeyError):
+            train(config)
+    assert (config.output / "checkpoints" / "step_000003" / "open_groups.safetensors").is_file()
+    train(config, resume=True)
+    assert replay(config.output, say=lambda _: None).differences == []
