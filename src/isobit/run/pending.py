@@ -140,9 +140,8 @@ class Pending:
 
     def end_step(self, step: int) -> None:
         """Remove the batch that the step has learnt from."""
-        assert step == self._first
         self._waiting.popleft()
-        self._first += 1
+        self._first = step + 1
 
     def state(self) -> dict[str, int]:
         """The batches that wait between two steps.  One at the end of the queue that was sampled in
