@@ -7,17 +7,23 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event, current_thread
 from typing import Any
 
 import pytest
 
 from isobit.commands.replay import replay
 from isobit.config.recipes import RunConfig
+from isobit.models.folder import read_config
+from isobit.rollout.open_groups import OpenGroups
 from isobit.run.free_batches import FreeBatches
 from isobit.run.loop import train
 from isobit.store.keeper import CheckpointKeeper
+from isobit.training.step import Learner
 from isobit.util.errors import ConfigError
+from tests.rollout.served import served
 from tests.run.test_lag import REWARD, Killed, outcome, steps_of
+from tests.serve.servers import KEY
 from tests.tiny import json_lines
 
 MakeConfig = Callable[..., RunConfig]
@@ -176,6 +182,36 @@ def test_a_replay_that_draws_a_token_by_other_weights_is_found(
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     found = replay(config.output, say=lambda _: None)
     assert {one.step for one in found.differences} != set()
+
+
+def test_servers_sample_while_a_step_learns_and_one_process_replays_it(
+    free: MakeConfig, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the servers had drawn when the weights changed is in the record alone."""
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    learn, turn, beside = Learner.update, OpenGroups.turn, Event()
+
+    def watched(self: OpenGroups) -> None:
+        before = self.counted.generated_tokens
+        turn(self)
+        if current_thread().name == "sampling" and self.counted.generated_tokens > before:
+            beside.set()
+
+    def until_drawn(self: Learner, groups: Any, estimated: Any, step: int, *more: Any) -> Any:
+        assert step > 1 or beside.wait(120), "nothing was drawn while the first step learnt"
+        return learn(self, groups, estimated, step, *more)
+
+    monkeypatch.setattr(OpenGroups, "turn", watched)
+    monkeypatch.setattr(Learner, "update", until_drawn)
+    settings = read_config(tiny_folder)
+    with served(config=settings) as one, served(config=settings) as two:
+        rollout = {"engine": "http", "servers": [one, two], "server_key": "env:SERVER_KEY"}
+        config = free(3, rollout=rollout)
+        summary = train(config)
+    assert summary.tokens_differing == 0 < summary.tokens_compared
+    assert any(line["drawn"] for line in schedule_of(config.output))
+    found = replay(config.output, say=lambda _: None)
+    assert found.differences == []
 
 
 @pytest.mark.parametrize(

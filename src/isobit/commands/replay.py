@@ -172,7 +172,9 @@ def find_source(
 def _config(
     directory: RunDirectory, manifest: Mapping[str, Any], overrides: Sequence[str]
 ) -> RunConfig:
-    """The recipe, in one process where nothing else is asked for: who computes changes no byte."""
+    """The recipe, in one process where nothing else is asked for, which samples itself in place of
+    servers: who computes changes no byte.
+    """
     if "algorithm" not in manifest["config"]:
         raise ConfigError(
             f"{directory.root} is a run of `isobit sft`, which draws nothing and leaves no "
@@ -184,7 +186,10 @@ def _config(
     config = build_with(RunConfig, values, overrides, path)
     saved, now = before.model_dump(mode="json"), config.model_dump(mode="json")
     check_compatible(saved, now, config.training.steps, doing=REPLAYING)
-    return config
+    if config.rollout.engine != "http":
+        return config
+    own = {"engine": "native", "servers": (), "server_key": None}
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=own)})
 
 
 def _went_on_as_another(manifest: Mapping[str, Any]) -> tuple[int, list[str]]:
