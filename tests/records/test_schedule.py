@@ -25,8 +25,7 @@ def test_whatever_ends_first_no_step_is_late_and_each_group_is_learnt_from_once(
     open_groups: list[tuple[int, int, bool]] = []  # number, begun_after, is_whole
     for step in range(1, steps + 1):
         while True:
-            done = (step - 1) * per_step
-            while bound.may_begin(begun, done) and data.draw(st.booleans()):
+            while begun < bound.most_begun(step - 1) and data.draw(st.booleans()):
                 open_groups.append((begun, step - 1, False))
                 begun += 1
             chosen = bound.chosen(step, [(after, whole) for _, after, whole in open_groups])
@@ -35,7 +34,7 @@ def test_whatever_ends_first_no_step_is_late_and_each_group_is_learnt_from_once(
             half_done = [place for place, one in enumerate(open_groups) if not one[2]]
             if not half_done:  # only too few groups can be the reason
                 assert len(open_groups) < per_step
-                assert bound.may_begin(begun, done)
+                assert begun < bound.most_begun(step - 1)
                 open_groups.append((begun, step - 1, False))
                 begun += 1
                 continue

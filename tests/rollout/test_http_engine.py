@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -308,6 +309,21 @@ def test_a_server_is_lost_and_comes_back() -> None:
             assert again.pushed[-1][0], "all weights"
             finished(engine)
             assert any(f"{leaves} samples" in one for one in engine.notes())
+
+
+def test_a_server_that_came_up_after_the_engine_has_sizes_before_it_draws() -> None:
+    """It did not answer when it was asked first, and does when it is given the weights."""
+    policy, wanted = policy_of("fp8"), requests()
+    with served() as stays:
+        with served() as later:
+            port = int(later.rpartition(":")[2])
+        engine = engine_of(policy, stays, later)
+        assert any(f"{later} does not answer yet" in one for one in engine.notes())
+        with served(port=port):
+            engine.take_weights()
+            while not engine._servers[1].is_up:
+                sleep(0.01)
+            assert generate(engine, wanted) == generate(native_of(policy), wanted)
 
 
 def test_a_run_without_servers_ends_with_their_names() -> None:

@@ -15,16 +15,22 @@ import pytest
 from isobit.commands.replay import replay
 from isobit.config.recipes import RunConfig
 from isobit.models.folder import read_config
+from isobit.parallel.world import ALONE, World
 from isobit.rollout.open_groups import OpenGroups
+from isobit.rollout.shared_groups import Choose, SharedGroups
 from isobit.run.free_batches import FreeBatches
 from isobit.run.loop import train
+from isobit.run.rollouter_process import train_by_ranks
 from isobit.store.keeper import CheckpointKeeper
 from isobit.training.step import Learner
 from isobit.util.errors import ConfigError
 from tests.rollout.served import served
 from tests.run.test_lag import REWARD, Killed, outcome, steps_of
+from tests.run.test_ranks import write_model
+from tests.run.test_rollouters import config_of
 from tests.serve.servers import KEY
 from tests.tiny import json_lines
+from tests.worlds import in_world
 
 MakeConfig = Callable[..., RunConfig]
 STEPS = 6
@@ -130,17 +136,15 @@ class Hurried:
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self._state = seed
-        chosen = FreeBatches._sample_freely
+        turns = SharedGroups._turns
 
-        def sample(free: FreeBatches, watch: Any) -> list[int]:
-            places = chosen(free, watch)
-            free._open.resume()
+        def more(shared: SharedGroups, choose: Choose, watch: Callable[[], None]) -> list[int]:
+            places = turns(shared, choose, watch)
             for _ in range(self._random() % 5):
-                free._open.turn()
-            free._open.pause()
+                shared.open.turn()
             return places
 
-        monkeypatch.setattr(FreeBatches, "_sample_freely", sample)
+        monkeypatch.setattr(SharedGroups, "_turns", more)
 
     def _random(self) -> int:
         self._state = self._state * 1103515245 + 12345 & 0x7FFFFFFF
@@ -221,7 +225,7 @@ def test_servers_sample_while_a_step_learns_and_one_process_replays_it(
         ({"algorithm": {"name": "remax"}}, "greedy"),
         ({"algorithm": {"dynamic_sampling": True}}, "dynamic_sampling"),
         ({"algorithm": {"calibrate_every": 2}}, "calibrate_every"),
-        ({"cluster": {"processes": 2}}, "several processes"),
+        ({"cluster": {"processes": 2, "rollouters": 1}}, "cluster.rollouters is 1"),
         ({"precision": {"preset": "fp8", "kv_scales": "per_tensor"}}, "per_tensor"),
         ({"replay": {"fraction": 0.5, "max_staleness": 1}}, "replay.max_staleness"),
     ],
@@ -231,6 +235,40 @@ def test_what_it_cannot_have_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         train(free(1, **sections))
+
+
+def work(world: World, case: dict[str, Any]) -> None:
+    """A run of this part of a world, and what it goes on with."""
+    rollout = {"max_new_tokens": 9, "max_sequences": 5}
+    more = {"async": {"max_staleness": case["max_staleness"]}, "rollout": rollout}
+    config = config_of({**case, "lag": 0, "algorithm": {"name": "grpo"}, "more": more})
+    train_by_ranks(config, resume=case.get("resume", False), world=world)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_draw_together_what_one_process_replays(ranks: int, tmp_path: Path) -> None:
+    write_model(tmp_path, "dense")
+    case = {"folder": str(tmp_path), "output": "several", "max_staleness": 2}
+    in_world(ranks, "tests.run.test_free_batches:work", {**case, "steps": 4})
+    work(ALONE, {**case, "steps": 6, "resume": True})
+    root = tmp_path / "several"
+    learnt = [tuple(name) for line in schedule_of(root) for name in line["learns"]]
+    assert len(set(learnt)) == len(learnt) == 6 * 3
+    assert any(any(counts) for line in schedule_of(root) for *_, counts in line["drawn"])
+    steps = steps_of(root)
+    assert [line["log_prob_diff/tokens_differing"] for line in steps] == [0] * 6
+    assert replay(root, say=lambda _: None).differences == []
+
+
+@pytest.mark.exhaustive
+def test_ranks_without_staleness_leave_the_bytes_of_one_process(tmp_path: Path) -> None:
+    write_model(tmp_path, "dense")
+    case = {"folder": str(tmp_path), "steps": 3}
+    work(ALONE, {**case, "output": "one", "max_staleness": None})
+    several = {**case, "output": "several", "max_staleness": 0}
+    in_world(2, "tests.run.test_free_batches:work", several)
+    assert left_by(tmp_path / "several") == left_by(tmp_path / "one")
 
 
 def test_an_error_while_it_samples_leaves_what_was_open(

@@ -83,7 +83,9 @@ def _check_free(config: RunConfig) -> None:
         f"async.lag is {config.asynchrony.lag}: one of the two says what is sampled when": bool(
             config.asynchrony.lag
         ),
-        "cluster asks for several processes": cluster.is_launched or bool(cluster.rollouters),
+        f"cluster.rollouters is {cluster.rollouters}, which sample by a lag": bool(
+            cluster.rollouters
+        ),
         f"rollout.engine is {rollout.engine!r}, and 'native' and 'http' let half-done samples "
         "go": rollout.engine == "vllm",
         "an environment's episodes are not carried over from one step to the next": (

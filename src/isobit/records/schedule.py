@@ -49,10 +49,11 @@ class Bound:
     """n, in groups."""
     steps: int
 
-    def may_begin(self, begun: int, learnt: int) -> bool:
-        """Whether another group may begin, where ``begun`` have and ``learnt`` are learnt from."""
-        most = (self.max_staleness + 1) * self.per_step
-        return begun < self.steps * self.per_step and begun - learnt < most
+    def most_begun(self, done: int) -> int:
+        """Groups that may have begun, since the start of the run, before another step than the
+        ``done`` ones is.
+        """
+        return min(self.steps, done + self.max_staleness + 1) * self.per_step
 
     def chosen(self, step: int, open_groups: Sequence[tuple[int, bool]]) -> list[int] | None:
         """The places of the groups that ``step`` learns from, among the open ones in the order of

@@ -37,6 +37,10 @@ class OpenGroup:
     """
     group: Group | None = None
     """Set once all samples have ended."""
+    home: int = 0
+    """The rank that draws it, or has drawn its last sample."""
+    place: int = -1
+    """Of one that has begun in this step, its place among the groups of all ranks."""
 
     @property
     def name(self) -> Name:
@@ -90,11 +94,13 @@ class OpenGroups:
         engine: Sampler,
         begin: Callable[[], OpenGroup | None],
         on_whole: Callable[[Group], None],
+        rank: int = 0,
     ) -> None:
         """``begin`` gives the next group, or None while none may begin; ``on_whole`` is called
-        with each group whose last sample has ended.
+        with each group whose last sample has ended here, which is the ``rank``.
         """
         self.engine, self._begin, self._on_whole = engine, begin, on_whole
+        self._rank = rank
         self.groups: list[OpenGroup] = []
         self._live: dict[Handle, OpenGroup] = {}
         """The samples in the engine."""
@@ -124,11 +130,6 @@ class OpenGroups:
         return sum(sum(group.lengths) for group in self.groups)
 
     @property
-    def standing(self) -> list[tuple[int, bool]]:
-        """Of each group, ``begun_after`` and whether it is whole."""
-        return [(group.begun_after, group.group is not None) for group in self.groups]
-
-    @property
     def num_live(self) -> int:
         """Samples in the engine."""
         return len(self._live)
@@ -139,11 +140,11 @@ class OpenGroups:
         return sum(len(group.samples) - len(group.half_done) for group in self.groups)
 
     def resume(self, names: Collection[Name] | None = None) -> None:
-        """Put the half-done samples of all groups, or of those with ``names``, into the engine,
-        which takes the newest weights.
+        """Put the half-done samples of this rank's groups, or of those with ``names``, into the
+        engine, which takes the newest weights.
         """
         self.engine.take_weights()
-        wanted = [one for one in self.groups if names is None or one.name in names]
+        wanted = [one for one in self._own if names is None or one.name in names]
         half_done = {
             handle: (group, completion)
             for group in wanted
@@ -160,6 +161,7 @@ class OpenGroups:
     def turn(self) -> None:
         """Begin what may begin and has room, and draw a token of each sample that runs."""
         while self.engine.has_room and (group := self._begin()) is not None:
+            self.groups.append(group)
             self._submit(group)
         self._note(self.engine.step())
         self._close()
@@ -176,20 +178,18 @@ class OpenGroups:
 
     def draw_to(
         self,
-        whole: Collection[Name],
+        names: Collection[Name],
         lengths: Mapping[Name, Sequence[int]],
         watch: Callable[[], None],
     ) -> None:
-        """Draw the samples of some groups to their end, and those of others to so many tokens each,
-        with the newest weights; groups begin until all of these are open.  ``watch`` is called
-        after every step.
+        """Draw this rank's groups with these ``names`` with the newest weights, those with
+        ``lengths`` to so many tokens of each sample, and the others to their end.  ``watch`` is
+        called after every step.
         """
-        wanted = {*whole, *lengths}
-        self.resume(wanted)
-        while wanted - {one.name for one in self.groups}:
-            group = self._begin()
-            assert group is not None, "what has begun once may begin again"
-            self._submit(group)
+        self.resume(names)
+        for group in self._own:
+            if group.name in names and not group.samples and group.handle(0) not in self._live:
+                self._submit(group)
         targets = {
             group.handle(sample): length
             for group in self.groups
@@ -204,10 +204,6 @@ class OpenGroups:
             self._returned += group.cut(targets)
         self._close()
 
-    def place_of(self, name: Name) -> int:
-        """The place of an open group."""
-        return [group.name for group in self.groups].index(name)
-
     def take(self, places: Collection[int]) -> list[Group]:
         """Close whole groups, by their places: a step learns from them."""
         taken = [group.group for place, group in enumerate(self.groups) if place in places]
@@ -215,11 +211,14 @@ class OpenGroups:
         assert len(taken) == len(places)
         return [group for group in taken if group is not None]
 
+    @property
+    def _own(self) -> list[OpenGroup]:
+        return [group for group in self.groups if group.home == self._rank]
+
     def _submit(self, group: OpenGroup) -> None:
         [handles] = self.engine.submit([group.request])
         self._periods.note()
         self._live |= dict.fromkeys(handles, group)
-        self.groups.append(group)
 
     def _withdraw(self, handles: Collection[Handle]) -> None:
         for handle, completion in self.engine.withdraw(handles).items():
@@ -240,7 +239,7 @@ class OpenGroups:
                 self._live.pop(event.handle).samples[event.handle.sample] = event.completion
 
     def _close(self) -> None:
-        for group in self.groups:
+        for group in self._own:
             if group.close_if_whole():
                 assert group.group is not None
                 self._on_whole(group.group)

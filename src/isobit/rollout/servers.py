@@ -200,17 +200,17 @@ class Server:
     # In the thread.
 
     def _run(self) -> None:
-        wait_s, is_first = 1.0, True
+        wait_s, is_checked = 1.0, bool(self.sizes)
         while not self._board.is_closed:
             try:
-                if not is_first:
+                if not is_checked:
                     self.check()
-                is_first = False
+                is_checked = False
                 self._session += 1
                 while self._turn():
                     wait_s = 1.0
             except (UnavailableError, ConfigError) as error:
-                is_first = False
+                is_checked = False
                 self._lose(str(error), isinstance(error, ConfigError))
                 with self._board.changed:
                     self._board.changed.wait_for(lambda: self._board.is_closed, wait_s)

@@ -23,7 +23,7 @@ import torch
 
 from isobit.config.recipes import RunConfig
 from isobit.data.sampler import PromptSampler
-from isobit.parallel.world import decode, encode
+from isobit.parallel.world import World, decode, encode
 from isobit.records.schedule import Bound, Name, ScheduledStep
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group, Prompt
@@ -31,8 +31,9 @@ from isobit.records.wire import completions_of, completions_value
 from isobit.rollout.engine import RolloutEngine
 from isobit.rollout.engine_stats import EngineStats, Progress
 from isobit.rollout.http_engine import HttpEngine
-from isobit.rollout.open_groups import OpenGroup, OpenGroups, cut
+from isobit.rollout.open_groups import OpenGroup, cut
 from isobit.rollout.requests import Request
+from isobit.rollout.shared_groups import SharedGroups
 from isobit.run.grading import RecordedGrading
 from isobit.run.pending import GradedBatch, compared_sequences, prompt_of, spread, stale
 from isobit.store.schedule_record import ScheduleRecord
@@ -57,6 +58,7 @@ class FreeBatches:
     def __init__(
         self,
         config: RunConfig,
+        world: World,
         engine: RolloutEngine,
         sampler: PromptSampler,
         like: Request,
@@ -70,13 +72,10 @@ class FreeBatches:
         staleness, training = config.asynchrony.max_staleness, config.training
         assert staleness is not None
         self._bound = Bound(staleness, training.prompts_per_step, training.steps)
-        self._config, self._engine = config, engine
-        self._sampler, self._like, self._prompts, self._record = sampler, like, prompts, record
-        self._writer = writer
+        self._engine, self._sampler, self._like = engine, sampler, like
+        self._prompts, self._record, self._writer = prompts, record, writer
         self._grading: RecordedGrading | None = None
-        self._open = OpenGroups(engine, self._begin, self._submit)
-        self._done, self._begun = 0, 0
-        """Steps done, and groups begun since the start of the run."""
+        self._shared = SharedGroups(world, engine, self._next_request, self._submit)
         self._batch: GradedBatch | None = None
         self._names: tuple[Name, ...] = ()
         """The groups of the batch."""
@@ -94,42 +93,32 @@ class FreeBatches:
         step: int,
         version: int,
         grading: RecordedGrading,
-        watch: Callable[[Progress], None],
-    ) -> list[Group]:
+        progress: Callable[[Progress], None],
+    ) -> tuple[list[Group], list[int]]:
         """Draw by the weights of a version until the batch of a step can be chosen.  -> Its groups,
-        not graded.  Raises what an engine raises.
+        not graded, and the rank that grades each.  Raises what an engine raises.  All ranks
+        together.
         """
-        self._grading, self._done = grading, step - 1
-        self._begun = self._done * self._bound.per_step + len(self._open.groups)
-        self._open.begin_count()
-        self._tokens = self._open.tokens
+        self._grading, done = grading, step - 1
+        shared, opened = self._shared, self._shared.open
+        begun = done * self._bound.per_step + len(shared.groups)
+        shared.begin_step(done, self._bound.most_begun(done) - begun)
+        self._tokens = opened.tokens
         recorded = self._record.recorded(step)
-        sample = partial(self._follow, recorded) if recorded else self._sample_freely
-        try:
-            places = sample(watch)
-        except BaseException:
-            self._open.stop()
-            raise
-        self._names = tuple(self._open.groups[place].name for place in places)
+
+        def watch() -> None:
+            progress(self._progress())
+
+        if recorded is None:
+            stays = isinstance(self._engine, HttpEngine)
+            places, ranks = shared.draw(partial(self._bound.chosen, step), watch, stays)
+        else:
+            places, ranks = shared.follow(recorded.learns, recorded.drawn, watch)
+        self._names = tuple(shared.groups[place].name for place in places)
         self._to_compare = self._comparable(version, recorded)
-        groups = self._open.take(places)
+        groups = opened.take(places)
         self._tokens -= sum(one.length for group in groups for one in group.completions)
-        return groups
-
-    def _sample_freely(self, watch: Callable[[Progress], None]) -> list[int]:
-        groups, step = self._open, self._done + 1
-        groups.resume()
-        while (places := self._bound.chosen(step, groups.standing)) is None:
-            groups.turn()
-            watch(self._progress())
-        if not isinstance(self._engine, HttpEngine):
-            groups.pause()
-        return places
-
-    def _follow(self, recorded: ScheduledStep, watch: Callable[[Progress], None]) -> list[int]:
-        groups = self._open
-        groups.draw_to(recorded.learns, recorded.drawn, lambda: watch(self._progress()))
-        return [groups.place_of(name) for name in recorded.learns]
+        return groups, ranks
 
     def _comparable(
         self, version: int, recorded: ScheduledStep | None
@@ -141,7 +130,7 @@ class FreeBatches:
             return {}
         found = dict[Compared, TokenSequence]()
         wanted = None if recorded is None else {one[:3]: one[3] for one in recorded.compared}
-        for group in self._open.groups:
+        for group in self._shared.groups:
             for sample, completion in sorted(group.samples.items()):
                 name = (*group.name, sample)
                 if wanted is not None and name not in wanted:
@@ -184,7 +173,7 @@ class FreeBatches:
         """A block in which the step learns.  Servers sample on meanwhile, by the weights that they
         have; an error of theirs is raised at the end.
         """
-        engine = self._engine
+        engine, opened = self._engine, self._shared.open
         if not isinstance(engine, HttpEngine) or self._record.is_ahead:
             yield
             return
@@ -192,10 +181,10 @@ class FreeBatches:
 
         def draw() -> None:
             try:
-                self._open.resume()
+                opened.resume()
                 while not ended.is_set():
-                    self._open.turn()
-                    if not self._open.num_live:
+                    opened.turn()
+                    if not opened.num_live:
                         ended.wait(_TICK_S)
             except BaseException as error:
                 errors.append(error)
@@ -213,27 +202,24 @@ class FreeBatches:
 
     def end_step(self, step: int) -> None:
         """Note the line of a step that is done, and what a checkpoint holds after it.  Raises
-        MismatchError where the engine has drawn more or fewer tokens than the samples have got.
+        MismatchError where the engines have drawn more or fewer tokens than the samples have got.
+        All ranks together.
         """
-        self._open.pause()
-        self._stats += self._open.counted
-        where, added = "the open groups and the batch", self._open.tokens - self._tokens
-        check_counted(self._open.kept_tokens, added, where)
-        self._batch = None
-        drawn = {group.name: group.lengths for group in self._open.groups}
+        stats, kept = self._shared.end_step()
+        self._stats += stats
+        groups, tokens = self._shared.groups, self._shared.open.tokens
+        check_counted(kept, tokens - self._tokens, "the open groups and the batch")
+        drawn = {group.name: group.lengths for group in groups}
         line = ScheduledStep(step, self._names, drawn, tuple(self._to_compare)).line()
         self._record.append([line])
         if self._writer is not None:
             self._writer.write_on_first(self._record.write)
-        self._kept = [group.copy() for group in self._open.groups]
+        self._batch = None
+        self._kept = [group.copy() for group in groups]
 
-    def _begin(self) -> OpenGroup | None:
-        learnt = self._done * self._bound.per_step
-        if not self._bound.may_begin(self._begun, learnt):
-            return None
-        self._begun += 1
+    def _next_request(self) -> Request:
         [(prompt, visit)] = self._sampler.next(1)
-        return OpenGroup(replace(self._like, prompt=prompt, visit=visit), self._done)
+        return replace(self._like, prompt=prompt, visit=visit)
 
     def _submit(self, group: Group) -> None:
         if self._grading is not None:
@@ -242,10 +228,10 @@ class FreeBatches:
     def _progress(self) -> Progress:
         if self._grading is not None:
             self._grading.poll()
-        groups, stats = self._open, self._open.counted
-        total = sum(one.request.samples for one in groups.groups)
+        opened = self._shared.open
+        stats, total = opened.counted, sum(one.request.samples for one in opened.groups)
         tokens, seconds = stats.generated_tokens, stats.seconds
-        return Progress(groups.num_ended, self._engine.num_running, total, tokens, seconds)
+        return Progress(opened.num_ended, self._engine.num_running, total, tokens, seconds)
 
     # Checkpoints.
 
@@ -266,13 +252,14 @@ class FreeBatches:
         message = tensors.get("samples")
         found = [] if message is None else completions_of(decode(bytes(message.numpy())))
         samples = iter(found)
-        self._open.groups = []
+        groups: list[OpenGroup] = []
         for name, visit, begun_after, lengths in state["groups"]:
             request = replace(self._like, prompt=prompt_of(self._prompts, name), visit=visit)
             group = OpenGroup(request, begun_after, {i: next(samples) for i in range(len(lengths))})
             group.close_if_whole()
-            self._open.groups.append(group)
-        self._kept = [group.copy() for group in self._open.groups]
+            groups.append(group)
+        self._shared.open.groups = groups
+        self._kept = [group.copy() for group in groups]
 
 
 def drawn_by(sequence: TokenSequence, version: int) -> TokenSequence:

@@ -203,11 +203,11 @@ def sample_freely(run: RlRun, free: FreeBatches, step: int) -> GradedBatch:
     version = run.model.policy.version
     with run.clock("rollout"), run.console.generating("rollout") as progress:
         watched = run.interruption.watched(progress)
-        groups = free.sample(step, version, run.grading, watched)
+        groups, ranks = free.sample(step, version, run.grading, watched)
     run.console.notes(run.engine.notes())
     run.check_noise_of(version, groups)
     with run.clock("grading"), run.console.busy("grading"):
-        return GradedBatch(groups, run.grading(groups), EngineStats())
+        return GradedBatch(groups, run.grading(groups, ranks), EngineStats())
 
 
 def _greedy(request: Request) -> Request:

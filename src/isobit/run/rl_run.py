@@ -147,21 +147,17 @@ class RlRun(Run[RunConfig, RlData]):
         return Learner(estimator, self.replay, self.calibration, config.check.repeat_every)
 
     def _free_batches(self, around: Surroundings) -> FreeBatches:
-        """Raises ConfigError for several processes, and for an algorithm with greedy samples."""
-        problem = {
-            "the run has several processes": self.world.size > 1,
-            "the algorithm asks for greedy samples": self.algorithm.needs_greedy,
-        }
-        for what, is_so in problem.items():
-            if is_so:
-                raise ConfigError(
-                    f"{what}, which async.max_staleness does not take; leave it out, or set "
-                    "async.lag"
-                )
+        """Raises ConfigError for an algorithm with greedy samples."""
+        if self.algorithm.needs_greedy:
+            raise ConfigError(
+                "the algorithm asks for greedy samples, which belong to one batch, and "
+                "async.max_staleness is set; leave it out, or set async.lag"
+            )
         config, data = self.config, self.data
         like = Request(data.prompts[0], 0, config.training.samples_per_prompt, self.sampling)
+        records = around.schedule, around.writer
         return FreeBatches(
-            config, self.engine, self.sampler, like, data.train, around.schedule, around.writer
+            config, self.world, self.engine, self.sampler, like, data.train, *records
         )
 
     def _with_answers(self, answers: AnswerRecord) -> Episodes | None:

@@ -1,0 +1,245 @@
+"""Open groups that all ranks of a world draw together, until a step can choose its batch.
+
+    hand out    a rank begins the next group whenever its engine has room, up to a limit; those that
+                are half done are shared out in their order
+    tell        each tells rank 0 which of its groups have become whole
+    choose      rank 0 chooses, and all take what is half done out of their engines
+    gather      all ranks have all samples then, whoever has drawn them
+
+A rank that fails, or is told to stop, says so; all leave, and all raise.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from time import perf_counter, sleep
+from typing import Any
+
+from isobit.parallel.world import World, run_and_gather
+from isobit.records.schedule import Name
+from isobit.records.text import Group
+from isobit.records.wire import completions_of, completions_value
+from isobit.rollout.engine import Sampler
+from isobit.rollout.engine_stats import EngineStats
+from isobit.rollout.open_groups import OpenGroup, OpenGroups
+from isobit.rollout.requests import Request
+from isobit.rollout.shared import WorkQueue
+from isobit.util.errors import CheckpointError
+
+Choose = Callable[[Sequence[tuple[int, bool]]], list[int] | None]
+"""The places that a step learns from, among groups in the order of the prompts, each with
+``begun_after`` and whether it is whole; None while it waits.
+"""
+_LOOK_S = 0.02
+"""Seconds between two looks at the board, where there are other ranks."""
+
+
+class SharedGroups:
+    """The open groups of all ranks, in the order of the prompts, the same on each between two
+    steps.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        engine: Sampler,
+        next_request: Callable[[], Request],
+        on_whole: Callable[[Group], None],
+    ) -> None:
+        """``next_request`` gives the next prompt's; ``on_whole`` is called on the rank that has
+        drawn the last sample of a group.
+        """
+        self._world, self._next_request = world, next_request
+        self.open = OpenGroups(engine, self._begin, on_whole, world.rank)
+        self._queue = WorkQueue(world)
+        self._first = self._limit = self._done = 0
+        self._dealt: list[Request] = []
+        """The requests of the step's own groups, as far as this rank has seen them."""
+
+    @property
+    def groups(self) -> list[OpenGroup]:
+        return self.open.groups
+
+    def begin_step(self, done: int, most: int) -> None:
+        """Begin to count a step, by weights that have ``done`` steps behind them, in which at most
+        ``most`` groups are begun.  All ranks together.
+        """
+        self._queue, self._dealt = WorkQueue(self._world), []
+        self._first, self._limit, self._done = len(self.groups), most, done
+        self.open.begin_count()
+        half_done = [group for group in self.groups if group.group is None]
+        for place, group in enumerate(half_done):
+            group.home = place % self._world.size
+
+    def draw(
+        self, choose: Choose, watch: Callable[[], None], stays: bool = False
+    ) -> tuple[list[int], list[int]]:
+        """Draw until ``choose`` has chosen.  -> The places that it has, and the rank that has each
+        whole group's last sample.  With ``stays``, of one rank, half-done samples stay in the
+        engine.
+
+        Raises what an engine or ``watch`` raises, on all ranks.
+        """
+
+        def drawn() -> dict[str, Any]:
+            self.open.resume()
+            places = self._turns(choose, watch)
+            if not stays:
+                self.open.pause()
+            return {"chosen": places, **self._mine()}
+
+        shares = self._gather(drawn)
+        places: list[int] = shares[0]["chosen"]
+        return places, [self.groups[place].home for place in places]
+
+    def follow(
+        self,
+        whole: Sequence[Name],
+        lengths: Mapping[Name, Sequence[int]],
+        watch: Callable[[], None],
+    ) -> tuple[list[int], list[int]]:
+        """Draw some groups to their end, and others as far as ``lengths`` says.  -> As ``draw``,
+        of those that are whole.
+        """
+        wanted = {*whole, *lengths}
+
+        def drawn() -> dict[str, Any]:
+            known = {group.name for group in self.groups}
+            while wanted - known:
+                if len(self._dealt) == self._limit:
+                    raise CheckpointError(
+                        "schedule.jsonl names groups that are not among the next prompts: "
+                        f"{sorted(wanted - known)[:3]}; it is not of this run"
+                    )
+                request = self._next_request()
+                known.add((request.prompt.id, request.visit))
+                self._dealt.append(request)
+            for index, request in enumerate(self._dealt):
+                place, home = self._first + index, index % self._world.size
+                self.groups.append(OpenGroup(request, self._done, home=home, place=place))
+            self.open.draw_to(wanted, lengths, watch)
+            return self._mine()
+
+        self._gather(drawn)
+        places = [[group.name for group in self.groups].index(name) for name in whole]
+        return places, [self.groups[place].home for place in places]
+
+    def end_step(self) -> tuple[EngineStats, int]:
+        """-> What the engines of all ranks have done, and the tokens that samples got from them.
+        All ranks together.
+        """
+        self.open.pause()
+        mine = {"stats": asdict(self.open.counted), "kept": self.open.kept_tokens}
+        shares = self._world.all_gather(mine)
+        stats = [EngineStats(**one["stats"]) for one in shares]
+        total = sum(stats, EngineStats())
+        total.seconds = max(one.seconds for one in stats)
+        return total, sum(one["kept"] for one in shares)
+
+    def _turns(self, choose: Choose, watch: Callable[[], None]) -> list[int]:
+        """Draw until rank 0 has chosen, or a rank has failed.  -> The places, on rank 0."""
+        world, queue = self._world, self._queue
+        told, next_look = set[int](), 0.0
+        whole = {place for place, group in enumerate(self.groups) if group.group is not None}
+        before = frozenset(whole)
+        while True:
+            if world.size == 1 or perf_counter() >= next_look:
+                if queue.is_stopped:
+                    return []
+                now = self._whole_here() - before - told
+                if now:
+                    queue.send_home(0, " ".join(map(str, now)).encode())
+                    told |= now
+                if world.rank == 0:
+                    whole.update(int(one) for note in queue.come_home() for one in note.split())
+                    if (places := choose(self._standing(whole))) is not None:
+                        if world.size > 1:
+                            queue.stop()
+                        return places
+                next_look = perf_counter() + _LOOK_S
+            self.open.turn()
+            if not self.open.num_live and world.size > 1:
+                with world.pulse.waiting("samples"):
+                    sleep(_LOOK_S)
+            watch()
+
+    def _whole_here(self) -> set[int]:
+        """The places of whole groups that this rank has."""
+        return {
+            place
+            for place, group in zip(self._places(), self.groups, strict=True)
+            if group.group is not None
+        }
+
+    def _standing(self, whole: set[int]) -> list[tuple[int, bool]]:
+        """All groups that rank 0 knows of; what others have begun lately is half done at best."""
+        begun = [group.begun_after for group in self.groups[: self._first]]
+        last = max([len(begun) - 1, *whole])
+        begun += [self._done] * (last + 1 - len(begun))
+        return [(after, place in whole) for place, after in enumerate(begun)]
+
+    def _places(self) -> list[int]:
+        """The places of this rank's groups among those of all ranks."""
+        new = [group.place for group in self.groups[self._first :]]
+        return [*range(self._first), *new]
+
+    def _begin(self) -> OpenGroup | None:
+        """The next group that no rank has begun; None where none may begin in this step."""
+        if self._limit <= len(self._dealt):
+            return None
+        index = self._queue.take_ticket()
+        while len(self._dealt) <= min(index, self._limit - 1):
+            self._dealt.append(self._next_request())
+        if index >= self._limit:
+            return None
+        home, place = self._world.rank, self._first + index
+        return OpenGroup(self._dealt[index], self._done, home=home, place=place)
+
+    def _mine(self) -> dict[str, Any]:
+        """What this rank has drawn in the step, as a message."""
+        mine = [
+            (place, group)
+            for place, group in zip(self._places(), self.groups, strict=True)
+            if group.home == self._world.rank
+        ]
+        samples = [(place, one, group) for place, group in mine for one in sorted(group.samples)]
+        return {
+            "dealt": len(self._dealt),
+            "names": [(place, sample) for place, sample, _ in samples],
+            **completions_value([group.samples[sample] for _, sample, group in samples]),
+        }
+
+    def _gather(self, drawn: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """What every rank makes; from then on all have all groups and samples."""
+
+        def attempt() -> dict[str, Any]:
+            try:
+                return drawn()
+            except BaseException:
+                self.open.stop()
+                self._queue.stop()
+                raise
+
+        shares = run_and_gather(self._world, attempt)
+        self._queue.clear()
+        if self._world.size > 1:
+            self._take_in(shares)
+        return shares
+
+    def _take_in(self, shares: Sequence[Mapping[str, Any]]) -> None:
+        while len(self._dealt) < max(share["dealt"] for share in shares):
+            self._dealt.append(self._next_request())
+        here = {group.place: group for group in self.groups[self._first :]}
+        groups = self.groups[: self._first]
+        for index, request in enumerate(self._dealt):
+            place = self._first + index
+            groups.append(here.get(place) or OpenGroup(request, self._done, place=place))
+        for rank, share in enumerate(shares):
+            if rank == self._world.rank:
+                continue
+            names = zip(share["names"], completions_of(share), strict=True)
+            for (place, sample), completion in names:
+                groups[place].home = rank
+                groups[place].samples[sample] = completion
+        for group in groups:
+            group.close_if_whole()
+        self.open.groups = groups
