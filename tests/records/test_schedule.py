@@ -5,7 +5,8 @@ was written.
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobit.records.schedule import Bound, ScheduledStep
+from isobit.records.schedule import Bound
+from isobit.store.schedule_record import ScheduledStep
 
 NAMES = st.tuples(st.text(max_size=4), st.integers(0, 9))
 

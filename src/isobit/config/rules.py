@@ -56,10 +56,10 @@ def check_asynchrony(config: RunConfig) -> None:
     their first replay; and what a free schedule does not know of.
     """
     asynchrony, algorithm, training = config.asynchrony, config.algorithm, config.training
-    key = "max_staleness" if asynchrony.is_free else "lag"
-    older = asynchrony.most_steps_behind
-    if asynchrony.is_free:
+    key, older = "lag", asynchrony.lag
+    if asynchrony.max_staleness is not None:
         _check_free(config)
+        key, older = "max_staleness", asynchrony.max_staleness
     if not older:
         return
     if isinstance(algorithm, TokenClipConfig) and algorithm.calibrate_every:

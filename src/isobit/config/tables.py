@@ -34,16 +34,6 @@ class AsyncConfig(Strict):
     run; by default ``lag`` says what is sampled when.
     """
 
-    @property
-    def is_free(self) -> bool:
-        """Whether it depends on time which weights draw which token."""
-        return self.max_staleness is not None
-
-    @property
-    def most_steps_behind(self) -> int:
-        """The most steps that a token is older than the step that learns from it."""
-        return self.lag if self.max_staleness is None else self.max_staleness
-
 
 OnMismatch = Literal["warn", "stop", "ignore"]
 ON_MISMATCH = get_args(OnMismatch)

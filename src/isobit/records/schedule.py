@@ -15,25 +15,11 @@ second rule, as the deadlines do not decrease in the order of the prompts, and a
 open.  With k = 0 step t learns from the t-th n prompts, sampled by its own weights: the synchronous
 run.  A token is at most k steps older than the step that learns from it.
 
-What depends on time is a line a step of ``schedule.jsonl``, from which the run can be repeated:
-
-    {"step": 7, "learns": [["train/7", 0], ..], "drawn": [["train/9", 0, [12, 40]], ..],
-     "compared": [["train/9", 0, 1, 25], ..]}
-
-``learns`` are the groups of the step, by prompt and visit.  ``drawn`` are the groups that are open
-after it, with the tokens that each of their samples had when the weights changed: what a version
-of the weights drew is what has come since the line before.  ``compared`` are the samples whose
-tokens by these weights were compared with the trainer's, with their lengths at that moment.
-
 Imports no torch.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
-
-from isobit.util.strict_json import json_line
 
 Name = tuple[str, int]
 """A group: the id of its prompt, and its visit."""
@@ -69,41 +55,3 @@ class Bound:
             if begun_after + 1 + self.max_staleness < step + 1 + place // self.per_step:
                 return None
         return chosen
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledStep:
-    """A line of ``schedule.jsonl``."""
-
-    step: int
-    learns: tuple[Name, ...]
-    drawn: Mapping[Name, tuple[int, ...]]
-    """Tokens of each sample of the groups that stay open."""
-    compared: tuple[tuple[str, int, int, int], ...] = ()
-    """Prompt, visit, sample, and tokens of it."""
-
-    def line(self) -> bytes:
-        content = {
-            "step": self.step,
-            "learns": self.learns,
-            "drawn": [[*name, counts] for name, counts in self.drawn.items()],
-            "compared": self.compared,
-        }
-        return json_line(content, ascii=True)
-
-    @classmethod
-    def of_line(cls, line: bytes) -> Self:
-        """Raises KeyError, TypeError and ValueError for a line that is none of these."""
-        content: dict[str, Any] = json.loads(line)
-        return cls(
-            int(content["step"]),
-            tuple((str(prompt), int(visit)) for prompt, visit in content["learns"]),
-            {
-                (str(prompt), int(visit)): tuple(map(int, counts))
-                for prompt, visit, counts in content["drawn"]
-            },
-            tuple(
-                (str(prompt), int(visit), int(sample), int(tokens))
-                for prompt, visit, sample, tokens in content["compared"]
-            ),
-        )

@@ -24,7 +24,7 @@ import torch
 from isobit.config.recipes import RunConfig
 from isobit.data.sampler import PromptSampler
 from isobit.parallel.world import World, decode, encode
-from isobit.records.schedule import Bound, Name, ScheduledStep
+from isobit.records.schedule import Bound, Name
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group, Prompt
 from isobit.records.wire import completions_of, completions_value
@@ -36,7 +36,7 @@ from isobit.rollout.requests import Request
 from isobit.rollout.shared_groups import SharedGroups
 from isobit.run.grading import RecordedGrading
 from isobit.run.pending import GradedBatch, compared_sequences, prompt_of, spread, stale
-from isobit.store.schedule_record import ScheduleRecord
+from isobit.store.schedule_record import ScheduledStep, ScheduleRecord
 from isobit.store.waiting_writer import WaitingWriter
 from isobit.training.step import Findings
 from isobit.training.token_count import check_counted

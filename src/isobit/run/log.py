@@ -381,10 +381,10 @@ class RlLog(TrainingLog[EvalResult]):
         config = self._config
         if self._comparison.tokens_compared >= self._totals["learnt"]:
             return ""
-        asynchrony = config.asynchrony
-        if asynchrony.most_steps_behind:
-            what = "step (async.max_staleness)" if asynchrony.is_free else "batch (async.lag)"
-            return f"of {COMPARED} completions of each {what}"
+        if config.asynchrony.lag:
+            return f"of {COMPARED} completions of each batch (async.lag)"
+        if config.asynchrony.max_staleness:
+            return f"of {COMPARED} completions of each step (async.max_staleness)"
         updates = config.training.updates_per_batch
         return f"those of the first of {updates} updates a batch (training.updates_per_batch)"
 

@@ -108,9 +108,9 @@ class RlRun(Run[RunConfig, RlData]):
         self.reference = load_reference(config, policy, self.model.folder) if learns else None
         asynchrony = config.asynchrony
         self.pending: Pending | FreeBatches = (
-            self._free_batches(around)
-            if asynchrony.is_free
-            else Pending(asynchrony.lag, config.training.steps, plan.data.train)
+            Pending(asynchrony.lag, config.training.steps, plan.data.train)
+            if asynchrony.max_staleness is None
+            else self._free_batches(around)
         )
         self.replay: ReplayBuffer | None = None
         if config.replay.fraction > 0:
@@ -125,7 +125,7 @@ class RlRun(Run[RunConfig, RlData]):
             "reference": self.reference,
             "replay": self.replay,
             "calibration": self.calibration,
-            self.pending.name: self.pending if asynchrony.most_steps_behind else None,
+            self.pending.name: self.pending if asynchrony.lag or asynchrony.max_staleness else None,
         }
         self.extras |= {name: extra for name, extra in extras.items() if extra is not None}
 
@@ -477,8 +477,12 @@ _STOPS = (
 def extra_bytes(config: RunConfig, model: ModelConfig) -> int:
     """The most that a checkpoint holds beside policy and optimiser."""
     replay = config.replay.max_mib * (1 << 20) if config.replay.fraction > 0 else 0
-    training, ahead = config.training, config.asynchrony.most_steps_behind
-    waiting = ahead * training.prompts_per_step * training.samples_per_prompt
+    training, asynchrony = config.training, config.asynchrony
+    waiting = (
+        (asynchrony.lag or asynchrony.max_staleness or 0)
+        * training.prompts_per_step
+        * training.samples_per_prompt
+    )
     tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     return checkpoint_bytes(config, model) + int(replay) + pending_bytes(waiting, tokens)
 

@@ -196,7 +196,10 @@ class Start:
             if isinstance(run.config, RunConfig) and run.config.environment is not None:
                 self.answers.open(self.directory.answers)
                 self._lock.callback(self.answers.close)
-            if isinstance(run.config, RunConfig) and run.config.asynchrony.is_free:
+            if (
+                isinstance(run.config, RunConfig)
+                and run.config.asynchrony.max_staleness is not None
+            ):
                 self.schedule.open(self.directory.schedule)
                 self._lock.callback(self.schedule.close)
 

@@ -1,12 +1,64 @@
-"""``schedule.jsonl``: which step learnt from which groups, and how far the others had come, a line
-a step (``isobit.records.schedule``).
+"""``schedule.jsonl``: what depends on time in a run with ``async.max_staleness``
+(``isobit.records.schedule``), a line a step.
+
+    {"step": 7, "learns": [["train/7", 0], ..], "drawn": [["train/9", 0, [12, 40]], ..],
+     "compared": [["train/9", 0, 1, 25], ..]}
+
+``learns`` are the groups of the step, by prompt and visit.  ``drawn`` are the groups that are open
+after it, with the tokens that each of their samples had when the weights changed: what a version
+of the weights drew is what has come since the line before.  ``compared`` are the samples whose
+tokens by these weights were compared with the trainer's, with their lengths at that moment.
 
 A resumed run takes the lines behind its checkpoint as they were, so that it leaves the bytes that
 it had left before; ``isobit replay`` takes those of the run that it repeats.
 """
 
-from isobit.records.schedule import ScheduledStep
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from isobit.records.schedule import Name
 from isobit.store.reward_record import LineRecord
+from isobit.util.strict_json import json_line
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """A line of ``schedule.jsonl``."""
+
+    step: int
+    learns: tuple[Name, ...]
+    drawn: Mapping[Name, tuple[int, ...]]
+    """Tokens of each sample of the groups that stay open."""
+    compared: tuple[tuple[str, int, int, int], ...] = ()
+    """Prompt, visit, sample, and tokens of it."""
+
+    def line(self) -> bytes:
+        content = {
+            "step": self.step,
+            "learns": self.learns,
+            "drawn": [[*name, counts] for name, counts in self.drawn.items()],
+            "compared": self.compared,
+        }
+        return json_line(content, ascii=True)
+
+    @classmethod
+    def of_line(cls, line: bytes) -> Self:
+        """Raises KeyError, TypeError and ValueError for a line that is none of these."""
+        content: dict[str, Any] = json.loads(line)
+        return cls(
+            int(content["step"]),
+            tuple((str(prompt), int(visit)) for prompt, visit in content["learns"]),
+            {
+                (str(prompt), int(visit)): tuple(map(int, counts))
+                for prompt, visit, counts in content["drawn"]
+            },
+            tuple(
+                (str(prompt), int(visit), int(sample), int(tokens))
+                for prompt, visit, sample, tokens in content["compared"]
+            ),
+        )
 
 
 class ScheduleRecord(LineRecord):
