@@ -296,6 +296,10 @@ class ClippedPolicyGradient(PolicyGradient):
 
         l = -max(min(r * A, clip(r) * A), dual_clip * A)        where A < 0
 
+    With ``clip`` "none" there is no bound at all: l = -r * A, the importance-sampling estimate of
+    the policy gradient, with the token's own ratio for the whole prefix.  Where pi_old is what drew
+    the token, bit for bit, r has no noise but that of the lag.
+
     Of the tokens that ``select`` picks, Clip-Cov's give nothing (l = 0), and KL-Cov, which has no
     clip, has
 
@@ -327,8 +331,11 @@ class ClippedPolicyGradient(PolicyGradient):
             penalty = config.covariance_kl * log_ratio.abs()
             loss = -ratio * batch.advantages + torch.where(shares.selected, penalty, 0.0)
             return Terms(loss, ratio_metrics(ratio.detach(), batch.advantages))
-        bounds = ClipBounds(config.clip_low, config.clip_high)
-        loss = clipped_surrogate(ratio, batch.advantages, bounds.clip_low, bounds.clip_high)
+        if config.clip == "none":
+            loss, bounds = -ratio * batch.advantages, None
+        else:
+            bounds = ClipBounds(config.clip_low, config.clip_high)
+            loss = clipped_surrogate(ratio, batch.advantages, bounds.clip_low, bounds.clip_high)
         metrics = ratio_metrics(ratio.detach(), batch.advantages, bounds)
         if config.dual_clip is not None:
             bound = -config.dual_clip * batch.advantages
