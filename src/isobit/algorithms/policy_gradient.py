@@ -24,6 +24,7 @@ from typing import Self
 import torch
 
 from isobit.algorithms.objective import Columns, LossOutputs, Shares
+from isobit.algorithms.sample_size import ratio_sums
 from isobit.config.algorithm import KlEstimator, LossConfig, LossMean, TokenClipConfig
 from isobit.records.batch import PackedBatch, TokenScores
 from isobit.records.text import Group
@@ -202,7 +203,12 @@ class PolicyGradient(ABC):
             found = found + self.config.kl_coefficient * divergence
         if self.config.entropy_coefficient > 0:
             found = found - self.config.entropy_coefficient * scores.entropies
-        return LossOutputs((shares.mean * found).sum(), metrics | _divergences(scores, batch))
+        drawn = batch.old_log_probs if batch.importance is None else batch.recorded_log_probs
+        return LossOutputs(
+            (shares.mean * found).sum(),
+            metrics | _divergences(scores, batch),
+            ratio_sums(scores.log_probs.detach(), drawn, batch.sequence),
+        )
 
 
 def _divergences(scores: TokenScores, batch: PackedBatch) -> dict[str, float]:
