@@ -1,6 +1,6 @@
-"""The quickstart under every algorithm, under the corrections of an off-policy rollout, with a part
-of ``fp8`` in another format, with a KL penalty, with replay or a teacher: does each learn, and what
-do its figures say?
+"""The quickstart under every algorithm, under the corrections of an off-policy rollout, on stale
+samples, with a part of ``fp8`` in another format, with a KL penalty, with replay or a teacher: does
+each learn, and what do its figures say?
 
     python -m experiments.family run algorithms corrections stages --out DIR [--seeds 3] [--jobs 1]
     python -m experiments.family run sites --out DIR --seeds 10
@@ -58,6 +58,12 @@ _ALGORITHMS: dict[str, Changes] = {
 _TIS = '{type = "tis", level = "token", max = 2.0}'
 _MIS = '{type = "mis", level = "geometric", min = 0.99, max = 1.001}'
 _ICEPOP = '{type = "icepop", min = 0.5, max = 5.0}'
+_RATIOS: dict[str, Changes] = {
+    "exact": {"algorithm.clip": "none"},
+    "clipped": {},
+    "TIS": {"training.old_log_probs": "recomputed", "corrections": f"[{_TIS}]"},
+    "exact, rate by ESS": {"algorithm.clip": "none", "training.rate_by_ess": "true"},
+}
 _ROLLOUT: Changes = {"precision": "fp8-rollout"}
 _WITH_TIS: Changes = {**_ROLLOUT, "corrections": f"[{_TIS}]"}
 _FOUR: dict[str, Changes] = {
@@ -118,6 +124,22 @@ RUNS: dict[str, dict[str, Changes]] = {
     **{
         f"stress-{stress}": {name: {**changes, **arm} for name, arm in _FOUR.items()}
         for stress, changes in _STRESSES.items()
+    },
+    **{
+        f"lags-{rate}": {
+            "fp8": {"precision": "fp8", "training.learning_rate": rate},
+            **{
+                f"lag {lag}, {name}": {
+                    "precision": "fp8",
+                    "training.learning_rate": rate,
+                    "async.lag": str(lag),
+                    **ratio,
+                }
+                for lag in (2, 8)
+                for name, ratio in _RATIOS.items()
+            },
+        }
+        for rate in ("1e-4", "2e-4")
     },
     "teachers": {
         "rewards": {},

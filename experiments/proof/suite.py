@@ -186,6 +186,27 @@ _LORA_ARMS: dict[str, Changes] = {
     for name in ("fp8",)
     for times, rate in ((5, "1.5e-4"), (10, "3e-4"))
 }
+LAGS: dict[str, Changes] = {
+    "lag-3e-5": {"training.learning_rate": "3e-5"},
+    "lag-6e-5": {"training.learning_rate": "6e-5"},
+}
+"""``gsm`` on samples of weights that are steps old, at two learning rates: does a ratio to exact
+log-probabilities need a clip, or a correction?
+"""
+_RATIOS: dict[str, Changes] = {
+    "exact": {"algorithm.clip": "none"},
+    "clipped": {},
+    "tis": {"training.old_log_probs": "recomputed", "corrections": _TIS},
+}
+_LAG_ARMS: dict[str, Changes] = {
+    "fp8": ARMS["fp8"],
+    **{
+        f"{name}-{lag}": {**ARMS["fp8"], **ratio, "async.lag": str(lag)}
+        for lag in (2, 8)
+        for name, ratio in _RATIOS.items()
+    },
+}
+"""Without a lag the ratio is 1, and all three are ``fp8``, which the others are compared with."""
 LONG = "long"
 """``multiply`` over twice as many steps."""
 LADDER = "ladder-"
@@ -219,6 +240,7 @@ STRESSES: dict[str, Changes] = {
 """``gsm`` in settings that are said to make a mismatch of rollout and training worse."""
 _CHANGED: dict[str, Changes] = {
     **STRESSES,
+    **LAGS,
     **{
         LADDER + size: {
             **_LADDER_SETTINGS,
@@ -235,11 +257,12 @@ _ARMS_OF: dict[str, dict[str, Changes]] = {
     FROM_FP8: {name: ARMS[name] for name in ("bf16", "fp8")},
     ENGINES: {name: {**arm, "training.steps": "100"} for name, arm in _ENGINE_ARMS.items()},
     LORA: _LORA_ARMS,
+    **dict.fromkeys(LAGS, _LAG_ARMS),
     LONG: {name: {**ARMS[name], "training.steps": "300"} for name in ("bf16", "fp8", "int8")},
     **dict.fromkeys(LADDERS, _LADDER_ARMS),
 }
 """Arms of the tasks that have others than ``_FEW``."""
-NAMES = (*TASKS, SITES, FROM_FP8, ENGINES, LORA, LONG, *LADDERS, *STRESSES)
+NAMES = (*TASKS, SITES, FROM_FP8, ENGINES, LORA, LONG, *LADDERS, *STRESSES, *LAGS)
 """All tasks that a run may have."""
 
 
@@ -255,7 +278,7 @@ class Run:
     @property
     def problems(self) -> Task:
         """What it is trained and measured on."""
-        return "gsm" if self.task in ("gsm", ENGINES, LORA, *STRESSES) else "multiply"
+        return "gsm" if self.task in ("gsm", ENGINES, LORA, *STRESSES, *LAGS) else "multiply"
 
     @property
     def start(self) -> str:

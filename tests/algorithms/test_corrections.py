@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobit.algorithms.corrections import correction_weights, effective_sample_size
+from isobit.algorithms.corrections import correction_weights
+from isobit.algorithms.sample_size import effective_sample_size
 from isobit.config.corrections import (
     Correction,
     IcePopCorrection,

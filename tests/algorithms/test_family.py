@@ -55,7 +55,9 @@ def scores_of(log_probs: torch.Tensor) -> TokenScores:
 def batch_of(
     old: torch.Tensor, advantages: torch.Tensor, sequence: torch.Tensor | None = None
 ) -> PackedBatch:
-    """A batch that knows of its tokens what the loss reads, and nothing else."""
+    """A batch that knows of its tokens what the loss reads, and nothing else; by default they are
+    of one sequence.
+    """
     unread = torch.empty(0)
     return PackedBatch(
         token_ids=unread,
@@ -63,7 +65,7 @@ def batch_of(
         lengths=(),
         rows=unread,
         targets=unread,
-        sequence=unread if sequence is None else sequence,
+        sequence=torch.zeros(len(old), dtype=torch.int64) if sequence is None else sequence,
         temperatures=unread,
         recorded_log_probs=unread,
         old_log_probs=old,

@@ -42,6 +42,7 @@ VARIANTS: list[tuple[type[LossConfig], dict[str, Any]]] = [
     *((kind, {}) for kind in KINDS),
     *((kind, {**EVERYTHING, "entropy_coefficient": 0.2}) for kind in KINDS),
     (GrpoConfig, {"dual_clip": 1.1}),
+    (GrpoConfig, {"clip": "none"}),
     (GrpoConfig, {"covariance": "kl_cov", "covariance_fraction": 0.4}),
     (GrpoConfig, {"covariance": "clip_cov", "covariance_low": 0.1, "covariance_fraction": 0.4}),
     (GrpoConfig, {"kl_coefficient": 0.3, "kl_estimator": "k3"}),
@@ -128,6 +129,19 @@ def test_grpo_has_the_bits_of_the_plain_expression(mean: str) -> None:
     assert torch.equal(found, expected)
     pair = [torch.autograd.grad(one, scores.log_probs)[0] for one in (found, expected)]
     assert torch.equal(*pair)
+
+
+def test_without_a_clip_every_token_has_the_gradient_of_its_whole_ratio() -> None:
+    scores, batch = random_batch(2, LENGTHS)
+    batch = replace(batch, importance=None)
+    outputs = one_loss(built(GrpoConfig, {"clip": "none"}), scores, batch)
+    (gradient,) = torch.autograd.grad(outputs.loss, scores.log_probs)
+    ratio = torch.exp(scores.log_probs.detach() - batch.old_log_probs)
+    assert (ratio > 1.28).any() and (ratio < 0.8).any()
+    torch.testing.assert_close(
+        gradient, -ratio * batch.advantages / sum(LENGTHS), rtol=1e-6, atol=0
+    )
+    assert not any(name.startswith("clip_fraction") for name in outputs.metrics)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=tag_of)

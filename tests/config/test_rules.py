@@ -24,6 +24,7 @@ CALIBRATED = {"calibrate_every": 20}
 CALIBRATED_TWICE = {"algorithm": CALIBRATED, "training": TWICE}
 CLIP_COV = {"covariance": "clip_cov", "covariance_low": 5.0}
 KL_COV = {"covariance": "kl_cov"}
+UNCLIPPED = {"clip": "none"}
 BY_TURN = {"credit": "turn"}
 ACTING = {"environment": {"class": "calculator"}}
 
@@ -56,6 +57,8 @@ def test_what_contradicts_nothing_passes() -> None:
     check_run(run_config(replay={"fraction": 0.5, "max_staleness": 4}, **{"async": {"lag": 3}}))
     check_run(run_config(**CALIBRATED_TWICE))
     check_run(run_config(algorithm=CALIBRATED, training={"updates_per_batch": 2}))
+    check_run(run_config(algorithm=UNCLIPPED, precision="int8", **{"async": {"lag": 8}}))
+    check_run(run_config(algorithm=UNCLIPPED | CLIP_COV | {"covariance_high": 6.0}))
     recorded = {"old_log_probs": "recorded", **TWICE}
     for preset in ("fp8-rollout", "int8-rollout"):
         check_run(run_config(algorithm=CALIBRATED, training=recorded, precision=preset))
@@ -99,6 +102,16 @@ def test_what_contradicts_nothing_passes() -> None:
         ({"algorithm": CLIP_COV}, "algorithm.covariance_low is 5 and covariance_high 5"),
         ({"algorithm": KL_COV | {"dual_clip": 3.0}}, "algorithm.dual_clip is set, but covariance"),
         ({"algorithm": KL_COV | CALIBRATED}, "algorithm.calibrate_every is set, but covariance"),
+        ({"algorithm": UNCLIPPED | {"dual_clip": 3.0}}, "dual_clip is set, but clip 'none' bounds"),
+        ({"algorithm": UNCLIPPED, "precision": "fp8-rollout"}, "precision.preset is 'fp8-rollout'"),
+        (
+            {"algorithm": UNCLIPPED, "rollout": {"engine": "vllm"}},
+            "engine is 'vllm', whose",
+        ),
+        (
+            {"algorithm": UNCLIPPED, "training": {"old_log_probs": "recomputed"}},
+            "old_log_probs is 'recomputed', to which ratios are taken instead; leave",
+        ),
         ({"algorithm": CALIBRATED}, "algorithm.calibrate_every is 20, but a step has one update"),
         ({**CALIBRATED_TWICE, "precision": "bf16"}, "is 20, but precision.preset is 'bf16'"),
         ({**CALIBRATED_TWICE, "precision": "fp8-rollout"}, "precision.preset is 'fp8-rollout'"),

@@ -14,6 +14,7 @@ import torch
 from experiments.proof import decide, figures, gradients, ladder, rows, runs, suite
 from experiments.proof.suite import EVERY, FIRST, plant, product_worked_out, rows_of
 from isobit import load_config
+from isobit.config.algorithm import GrpoConfig
 from isobit.config.recipes import SftConfig
 from isobit.starter import starter_folder
 from isobit.store.directory import write_json
@@ -103,6 +104,21 @@ def test_a_run_of_the_ladder_answers_in_the_other_flow_as_its_task_says() -> Non
         assert runs.by_key(words[6:])["data.eval.held_out.limit"] == "1000"
         assert runs.by_key(words[6:])["precision"] == ("fp8" if run.arm == "bf16" else "bf16")
         assert "corrections" not in runs.by_key(words[6:])
+
+
+def test_every_arm_of_a_lag_is_a_recipe() -> None:
+    made = suite.wanted(list(suite.LAGS), suite.ALL_ARMS, [0])
+    assert len({run.name for run in made}) == 2 * (1 + 2 * 3)
+    for run in made:
+        assert run.problems == "gsm" and run.start == "start"
+        config = load_config(runs.recipe_of(run.problems), runs.words_of(run.settings))
+        assert run.task == f"lag-{config.training.learning_rate:.0e}".replace("e-0", "e-")
+        assert config.precision.preset == "fp8"
+        ratio, _, lag = run.arm.partition("-")
+        assert config.asynchrony.lag == int(lag or 0)
+        assert isinstance(config.algorithm, GrpoConfig)
+        assert config.algorithm.clip == ("none" if ratio == "exact" else "ratio")
+        assert [one.type for one in config.corrections] == (["tis"] if ratio == "tis" else [])
 
 
 def test_a_finished_run_of_the_ladder_leaves_no_checkpoint(tmp_path: Path) -> None:

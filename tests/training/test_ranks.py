@@ -98,13 +98,15 @@ def make_trainer(case: dict[str, Any], world: World) -> Trainer:
         world=world,
         slots=Slots(case.get("slots", 1), case.get("hosts", 1)),
     )
-    config = TrainingConfig(
-        tokens_per_microbatch=64,
-        slots=policy.slots.count,
-        learning_rate=1e-3,
-        moments=case["moments"],
-        max_grad_norm=0.5,
-    )
+    settings: dict[str, Any] = {
+        "tokens_per_microbatch": 64,
+        "slots": policy.slots.count,
+        "learning_rate": 1e-3,
+        "moments": case["moments"],
+        "max_grad_norm": 0.5,
+        **case.get("training", {}),
+    }
+    config = TrainingConfig.model_validate(settings)
     return Trainer(policy, config, total_updates=STEPS, seed=3)
 
 

@@ -112,12 +112,3 @@ def _ratio(log_rho: torch.Tensor, sequence: torch.Tensor, level: str) -> torch.T
 
 def _within(values: torch.Tensor, low: float, high: float) -> torch.Tensor:
     return (values >= low) & (values <= high)
-
-
-def effective_sample_size(weights: torch.Tensor) -> float:
-    """(sum w)^2 / (N * sum w^2): the share of the N tokens that weights as uneven as these are
-    worth; 1 where all are equal, 0 where all are 0.
-    """
-    values = weights.double()
-    squares = float(values.square().sum())
-    return float(values.sum()) ** 2 / (values.numel() * squares) if squares else 0.0

@@ -56,6 +56,10 @@ class LossOutputs:
 
     loss: torch.Tensor  # float32 scalar
     metrics: dict[str, float] = field(default_factory=dict)
+    ratios: torch.Tensor | None = None
+    """float64 [S, 3], ``isobit.algorithms.sample_size.ratio_sums`` of the S sequences; None where
+    the objective has no ratios.
+    """
 
 
 class Objective(Protocol):

@@ -24,6 +24,7 @@ from typing import Self
 import torch
 
 from isobit.algorithms.objective import Columns, LossOutputs, Shares
+from isobit.algorithms.sample_size import ratio_sums
 from isobit.config.algorithm import KlEstimator, LossConfig, LossMean, TokenClipConfig
 from isobit.records.batch import PackedBatch, TokenScores
 from isobit.records.text import Group
@@ -202,7 +203,12 @@ class PolicyGradient(ABC):
             found = found + self.config.kl_coefficient * divergence
         if self.config.entropy_coefficient > 0:
             found = found - self.config.entropy_coefficient * scores.entropies
-        return LossOutputs((shares.mean * found).sum(), metrics | _divergences(scores, batch))
+        drawn = batch.old_log_probs if batch.importance is None else batch.recorded_log_probs
+        return LossOutputs(
+            (shares.mean * found).sum(),
+            metrics | _divergences(scores, batch),
+            ratio_sums(scores.log_probs.detach(), drawn, batch.sequence),
+        )
 
 
 def _divergences(scores: TokenScores, batch: PackedBatch) -> dict[str, float]:
@@ -296,6 +302,10 @@ class ClippedPolicyGradient(PolicyGradient):
 
         l = -max(min(r * A, clip(r) * A), dual_clip * A)        where A < 0
 
+    With ``clip`` "none" there is no bound at all: l = -r * A, the importance-sampling estimate of
+    the policy gradient, with the token's own ratio for the whole prefix.  Where pi_old is what drew
+    the token, bit for bit, r has no noise but that of the lag.
+
     Of the tokens that ``select`` picks, Clip-Cov's give nothing (l = 0), and KL-Cov, which has no
     clip, has
 
@@ -327,8 +337,11 @@ class ClippedPolicyGradient(PolicyGradient):
             penalty = config.covariance_kl * log_ratio.abs()
             loss = -ratio * batch.advantages + torch.where(shares.selected, penalty, 0.0)
             return Terms(loss, ratio_metrics(ratio.detach(), batch.advantages))
-        bounds = ClipBounds(config.clip_low, config.clip_high)
-        loss = clipped_surrogate(ratio, batch.advantages, bounds.clip_low, bounds.clip_high)
+        if config.clip == "none":
+            loss, bounds = -ratio * batch.advantages, None
+        else:
+            bounds = ClipBounds(config.clip_low, config.clip_high)
+            loss = clipped_surrogate(ratio, batch.advantages, bounds.clip_low, bounds.clip_high)
         metrics = ratio_metrics(ratio.detach(), batch.advantages, bounds)
         if config.dual_clip is not None:
             bound = -config.dual_clip * batch.advantages

@@ -85,6 +85,10 @@ class ClipConfig(LossConfig):
 class TokenClipConfig(ClipConfig):
     """PPO's clipped surrogate, for each token."""
 
+    clip: Literal["ratio", "none"] = "ratio"
+    """ratio: PPO's clip of the ratio by ``clip_low`` and ``clip_high``. none: exact importance
+    sampling, weighing each token by its whole ratio, where recorded log-probabilities are exact.
+    """
     dual_clip: float | None = Field(default=None, gt=1, le=MAX_FACTOR)
     """Upper bound of the ratio for negative advantages (arXiv 1912.09729 uses 3). Off by
     default.

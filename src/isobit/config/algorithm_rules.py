@@ -112,19 +112,52 @@ def check_teacher(teacher: RunTeacher | None, algorithm: AlgorithmConfig, replay
 
 
 def check_off_policy(config: RunConfig) -> None:
-    """Refuse corrections of ratios that are all 1, and replay with a KL penalty in the reward."""
+    """Refuse corrections of ratios that are all 1, ratios of another policy than the one that drew
+    where nothing clips them, and replay with a KL penalty in the reward.
+    """
     algorithm, training = config.algorithm, config.training
     if config.corrections and training.old_log_probs == "recorded":
         raise ConfigError(
             "training.old_log_probs is 'recorded', so that all ratios of corrections are 1; set it "
             "to 'recomputed' (or out in a flow that is not exact), or leave corrections out"
         )
+    if isinstance(algorithm, TokenClipConfig) and algorithm.clip == "none":
+        _check_exact_ratios(config)
     if config.replay.fraction > 0 and algorithm.kl_coefficient > 0 and algorithm.kl_in == "reward":
         raise ConfigError(
             "algorithm.kl_in is 'reward', and replay.fraction is above 0: a replayed completion "
             "keeps its old advantage, without the current penalty; set algorithm.kl_in = "
             "'loss', or leave the replay out"
         )
+
+
+def _check_exact_ratios(config: RunConfig) -> None:
+    """Refuse a loss without a clip where its ratios are not to what drew the tokens, to the bit."""
+    old, engine, preset = (
+        config.training.old_log_probs,
+        config.rollout.engine,
+        config.precision.preset,
+    )
+    problems = {
+        f"training.old_log_probs is {old!r}, to which ratios are taken instead": (
+            old == "recomputed",
+            "leave old_log_probs out",
+        ),
+        f"rollout.engine is {engine!r}, whose log-probabilities are of another function": (
+            not config.rollout.is_exact,
+            "set rollout.engine to 'native'",
+        ),
+        f"precision.preset is {preset!r}, whose rollout is another function": (
+            preset.endswith("-rollout"),
+            "set precision to 'fp8' or 'int8'",
+        ),
+    }
+    for problem, (is_so, advice) in problems.items():
+        if is_so:
+            raise ConfigError(
+                "algorithm.clip is 'none', which weighs tokens by their ratios to the policy that "
+                f"drew them, but {problem}; {advice}, or leave clip out and take corrections"
+            )
 
 
 def check_calibration(config: RunConfig) -> None:
@@ -198,9 +231,12 @@ def _check_clip(config: TokenClipConfig) -> None:
             f"algorithm.covariance_low is {config.covariance_low:g} and covariance_high "
             f"{config.covariance_high:g}, which leaves no token to pick; set low below high"
         )
-    if config.covariance == "kl_cov" and (config.dual_clip is not None or config.calibrate_every):
-        key = "calibrate_every" if config.dual_clip is None else "dual_clip"
-        raise ConfigError(
-            f"algorithm.{key} is set, but covariance 'kl_cov' takes the place of every clip; leave "
-            "one of them out"
-        )
+    bounded = config.dual_clip is not None or config.calibrate_every
+    unbounded = {
+        "covariance 'kl_cov' takes the place of every clip": config.covariance == "kl_cov",
+        "clip 'none' bounds no ratio": config.clip == "none",
+    }
+    for why, is_so in unbounded.items():
+        if bounded and is_so:
+            key = "calibrate_every" if config.dual_clip is None else "dual_clip"
+            raise ConfigError(f"algorithm.{key} is set, but {why}; leave one of them out")

@@ -73,6 +73,10 @@ class TrainingConfig(OptimisationConfig):
     """Divide a step's batch by prompt into this many parts, with one update each."""
     epochs: int = Field(default=1, gt=0, le=1000)
     """Passes over a step's batch."""
+    rate_by_ess: bool = False
+    """Multiply the learning rate of each update by the square root of the effective share of its
+    sequences (VCPO, arXiv 2602.17616), so that stale samples move the weights less.
+    """
     shared_prefix: bool = False
     """Compute the prompt of a group once in each micro-batch, forward and backward, rather than
     once for each completion. Log-probabilities have the same bits; gradients are added up in

@@ -181,7 +181,9 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                "falls slowly; near 0 early ends exploration (raise `algorithm.clip_high`); rising "
                "with falling reward is divergence", runs=_TEXT, chart="Entropy",
                line=Line("entropy {entropy:.3f}", ((5, ""),), _TEXT)),
-        Metric("learning_rate", "-", "the schedule's value", "as configured", runs=_ALL,
+        Metric("learning_rate", "-",
+               "the schedule's value, with `training.rate_by_ess` times "
+               "sqrt(`ratio/effective_sequences`)", "as configured", runs=_ALL,
                chart="Learning rate"),
         Metric("grad_norm", "-",
                "L2 norm over all FP32 masters, before clipping to `training.max_grad_norm`",
@@ -212,6 +214,15 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
         Metric("ratio/min", "-", "the smallest r",
                "above 0.5; with replay near 0 for unlearnt tokens", "min", chart="Ratio",
                label="smallest"),
+        Metric("ratio/effective_sample_size", "share",
+               "(sum w)^2 / (n sum w^2) over n response tokens, w = r of the token, with "
+               "[corrections](algorithms.md#corrections) times rho",
+               "exactly 1 where every r is 1, else near it", chart="Effective sample size",
+               label="of the policy ratios"),
+        Metric("ratio/effective_sequences", "share",
+               "the same over sequences, w the product of their tokens' r",
+               "likewise; a sharp fall warns of a collapse", chart="Effective sample size",
+               label="of whole sequences"),
         Metric("clip_fraction/low", "share",
                "tokens with r < 1 - clip_low and A < 0, whose gradient the clip removed (`cispo`: "
                "whose weight it bounded, whatever A)",

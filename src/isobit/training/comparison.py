@@ -17,10 +17,10 @@ probability does not drown everything else.
 The metrics of an update: what each micro-batch reports, and the reduction over all of them in
 their order, by every rank alike, whichever rank computed what.
 
-How a metric is reduced stands in its row of the table (``isobit.records.metrics``).  Two things are
-no metrics of single micro-batches and are added up beside them: the load of the experts, whose
-busiest and idle ones are known at the end of the update only, and the log-probabilities that are
-compared with the recorded ones.
+How a metric is reduced stands in its row of the table (``isobit.records.metrics``).  Three things
+are no metrics of single micro-batches and are added up beside them: the load of the experts, whose
+busiest and idle ones are known at the end of the update only, the ratios that the effective sample
+size is made of, and the log-probabilities that are compared with the recorded ones.
 
 A mixture of experts adds its router's losses to the objective's: over the S sequences of the update
 and all sparse layers,
@@ -30,6 +30,7 @@ and all sparse layers,
 (``isobit.kernels.operands``), a mean over sequences, however they are cut into micro-batches.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -37,13 +38,16 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from isobit.algorithms.corrections import LARGEST_LOG_RATIO, effective_sample_size
+from isobit.algorithms.corrections import LARGEST_LOG_RATIO
 from isobit.algorithms.objective import LossOutputs
+from isobit.algorithms.sample_size import effective_sample_size, sample_sizes
 from isobit.config.training import OptimisationConfig
 from isobit.models.mlp import RouterCoefficients
+from isobit.parallel.world import raised_on_all
 from isobit.records.batch import PackedBatch, RouterScores, TokenScores
 from isobit.records.metrics import Metrics, add_microbatch, of_update
 from isobit.records.sequence import TokenSequence
+from isobit.util.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +236,7 @@ def microbatch_figures(scores: TokenScores, outputs: LossOutputs, compare: bool)
         "log_probs": scores.log_probs.detach() if compare else None,
         "routings": scores.routings if compare else None,
         "router": None if router is None else [router.balance, router.z, router.load],
+        "ratios": outputs.ratios,
     }
 
 
@@ -251,6 +256,8 @@ class UpdateTotals:
     z: float = 0.0
     load: torch.Tensor | None = None
     """int64 [layers, E], tokens of each expert; None for a model without experts."""
+    ratios: list[torch.Tensor] = field(default_factory=list)
+    """``ratio_sums`` of each micro-batch whose objective has ratios."""
 
     def add(self, batch: PackedBatch, figures: Mapping[str, Any]) -> None:
         """Add the next micro-batch."""
@@ -261,6 +268,8 @@ class UpdateTotals:
             self._compare(batch, figures["log_probs"], figures["routings"])
         if figures["router"] is not None:
             self._add_router(RouterScores(*figures["router"]))
+        if figures["ratios"] is not None:
+            self.ratios.append(figures["ratios"])
 
     def _compare(
         self, batch: PackedBatch, log_probs: torch.Tensor, routings: torch.Tensor | None
@@ -279,6 +288,19 @@ class UpdateTotals:
         self.z += float(scores.z.double().sum())
         self.load = scores.load if self.load is None else self.load + scores.load
 
+    def rate_factor(self) -> float:
+        """The square root of the effective share of the update's sequences
+        (``isobit.algorithms.sample_size``).  Raises ConfigError where the objective has no ratios.
+        """
+        if not self.ratios:
+            reason = (
+                "training.rate_by_ess is true, but the algorithm reports no ratios, of which the "
+                "effective sample size is made; give LossOutputs.ratios "
+                "(isobit.algorithms.sample_size.ratio_sums), or leave rate_by_ess out"
+            )
+            raise raised_on_all(ConfigError(reason))
+        return math.sqrt(sample_sizes(self.ratios, self.tokens)["ratio/effective_sequences"])
+
     def metrics(self, norm: float, rate: float, changed: float) -> Metrics:
         """The metrics of the update, with the gradient norm, the learning rate and the share of
         published bytes that changed.
@@ -290,6 +312,7 @@ class UpdateTotals:
             "response_tokens": self.tokens,
             "weight_bytes_changed": changed,
             **of_update(self.totals, self.tokens),
+            **sample_sizes(self.ratios, self.tokens),
             **self._router_metrics(),
         }
 

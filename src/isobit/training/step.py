@@ -38,9 +38,9 @@ from dataclasses import dataclass, field
 from itertools import compress, pairwise
 from typing import TypeVar
 
-from isobit.algorithms.corrections import effective_sample_size
 from isobit.algorithms.objective import Algorithm
 from isobit.algorithms.ppo import explained_variance
+from isobit.algorithms.sample_size import effective_sample_size
 from isobit.config.algorithm import StepConfig
 from isobit.config.training import TrainingConfig
 from isobit.memory.retry import within_memory

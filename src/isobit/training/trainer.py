@@ -144,7 +144,8 @@ class Trainer:
         ``compare`` counts recorded log-probabilities that differ from this forward's, but for what
         is replayed; ``inspect`` is called with that comparison and the mismatch before a weight
         changes, and none does where it raises.  Raises NonFiniteError if a log-probability is not
-        finite, or if too many updates in a row had to be skipped.
+        finite, or if too many updates in a row had to be skipped, and as
+        ``UpdateTotals.rate_factor``.
         """
         assert batches, "an update needs at least one micro-batch"
         rate = learning_rate(self.updates, self.config, self.total_updates)
@@ -152,6 +153,7 @@ class Trainer:
         try:
             with self.timing("backward"):
                 norm, problem = self._gradients(batches, objective, totals)
+            rate *= totals.rate_factor() if self.config.rate_by_ess else 1.0
             comparison, mismatch = totals.compared.comparison(), totals.compared.mismatch()
             if compare and inspect is not None:
                 inspect(comparison, mismatch)
