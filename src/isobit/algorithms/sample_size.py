@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 import torch
 
-from isobit.algorithms.corrections import LARGEST_LOG_RATIO, sequence_sums
+from isobit.algorithms.corrections import LARGEST_LOG_RATIO
 from isobit.records.metrics import Metrics
 
 
@@ -46,8 +46,9 @@ def ratio_sums(
     """
     log_ratios = (log_probs - drawn).double()
     ratios = log_ratios.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
-    columns = (ratios, ratios.square(), log_ratios)
-    return torch.stack([sequence_sums(column, sequence) for column in columns], 1)
+    columns = torch.stack((ratios, ratios.square(), log_ratios), 1)
+    count = int(sequence.max()) + 1 if sequence.numel() else 0
+    return columns.new_zeros(count, 3).index_add(0, sequence, columns)
 
 
 def sample_sizes(sums: Sequence[torch.Tensor], tokens: int) -> Metrics:
