@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import cache
 from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
@@ -20,19 +19,17 @@ from typing import Any
 
 from isobit.launch.local import launch
 from isobit.launch.ranks import RankError
+from tests import fork_server
 from tests.forked_ranks import fork_ranks
 
 AVX2 = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 """For a process on a machine without AVX-512: the instructions are chosen at torch's first use."""
 
 
-@cache
 def warm() -> ForkServerContext:
     """Its processes have imported what a run imports; nothing of it has run."""
-    loops = ["isobit.run.rollouter_process", "isobit.run.sft"]
-    events = ["tensorboard.summary.writer.record_writer", "tensorboard.plugins.text.metadata"]
     context = get_context("forkserver")
-    context.set_forkserver_preload([*loops, *events, "reasoning_gym", "pytest"])
+    context.set_forkserver_preload(fork_server.IMPORTED)
     return context
 
 

@@ -81,6 +81,7 @@ def test_what_cannot_be_used_is_named_and_exits_2(words, expected, capsys):
     assert expected in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive  # the site: as JSON below; the lines: proof/test_planted_faults.py
 def test_bisect_names_the_first_site_of_a_flow_with_two_functions(capsys, tiny_folder):
     assert main(["verify", str(tiny_folder), "--precision", "fp8-rollout", "--bisect", *SMALL]) == 1
     printed = capsys.readouterr().out
@@ -92,6 +93,7 @@ def test_bisect_names_the_first_site_of_a_flow_with_two_functions(capsys, tiny_f
     assert "E4M3 there in rollout and BF16 in training" in printed
 
 
+@pytest.mark.exhaustive  # in one: proof/test_planted_faults.py
 def test_bisect_says_that_nothing_differs_in_any_scenario(capsys, tiny_folder):
     assert main(["verify", str(tiny_folder), "--precision", "fp8", "--bisect", *SMALL]) in (0, 2)
     printed = capsys.readouterr().out

@@ -23,12 +23,13 @@ def test_a_run_that_stops_between_two_calibrations_goes_on_with_its_bounds(
     tmp_path: Path,
 ) -> None:
     bounds = {"clip_low": 0.001, "clip_high": 0.001, "calibrate_every": 4}
-    whole = make_config(algorithm=bounds, output=tmp_path / "whole", seed=1)
+    sections: dict[str, Any] = {"algorithm": bounds, "rollout": {"max_new_tokens": 4}, "seed": 1}
+    whole = make_config(output=tmp_path / "whole", **sections)
     train(whole)
     expected = outcome(whole.output)
     found = [line["clip/low"] for line in expected["metrics"] if "clip/low" in line]
     assert found[:3] == [0.001] * 3 and found[3] == found[4] == found[5] != 0.001
-    config = make_config(algorithm=bounds, seed=1)
+    config = make_config(**sections)
     hook(TERM.format(call=IN_STEP_5))
     with pytest.raises(Interrupted):
         train(config)

@@ -63,19 +63,19 @@ def test_a_stopped_and_resumed_run_leaves_the_same_files(
 
 
 def test_no_step_appears_twice_in_tensorboard(make_config: MakeConfig, hook: Hook) -> None:
-    config = make_config(checkpoint={"every": 4})
+    config = make_config(training={"steps": 4})
     hook(
         "from isobit.util.errors import StoppedAtOnce\n"
-        "if call == 3 + 5 * 16 + 3: hook.unlink(); raise StoppedAtOnce"
-    )  # in step 6, with no checkpoint of step 5
+        "if call == 3 + 3 * 16 + 3: hook.unlink(); raise StoppedAtOnce"
+    )  # in step 4, with no checkpoint of step 3
     with pytest.raises(StoppedAtOnce):
         train(config)
-    assert "step_000004" in {path.name for path in (config.output / "checkpoints").iterdir()}
+    assert "step_000002" in {path.name for path in (config.output / "checkpoints").iterdir()}
     train(config, resume=True)
     steps = []
     for file in sorted((config.output / "tensorboard").iterdir()):
         steps += [event.step for event in EventAccumulator(str(file)).Reload().Scalars("loss")]
-    assert steps == [1, 2, 3, 4, 5, 6]
+    assert steps == [1, 2, 3, 4]
 
 
 def test_rewards_of_repeated_steps_are_not_asked_for_again(
@@ -298,15 +298,16 @@ def kept(root: Path) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "call", [EVALUATION + 1, EVALUATION + 3 * STEP + 1, 2 * EVALUATION + 5 * STEP]
+    "call", [EVALUATION + 1, EVALUATION + 3 * STEP + 1, 2 * EVALUATION + 3 * STEP + 2]
 )
 @pytest.mark.parametrize("error", ["Interrupted", "StoppedAtOnce"])
 def test_no_completion_is_lost_or_doubled_by_a_kill_and_a_resume(
     error: str, call: int, make_config: MakeConfig, hook: Hook, tmp_path: Path
 ) -> None:
-    whole = make_config(output=tmp_path / "whole", tracking={"completions": "all"})
+    sections = {"training": {"steps": 4}, "tracking": {"completions": "all"}}
+    whole = make_config(output=tmp_path / "whole", **sections)
     train(whole)
-    config = make_config(tracking={"completions": "all"})
+    config = make_config(**sections)
     if error == "Interrupted":
         stop(config, hook, call)
     else:
@@ -317,13 +318,13 @@ def test_no_completion_is_lost_or_doubled_by_a_kill_and_a_resume(
         with pytest.raises(StoppedAtOnce):
             train(config)
     (config.output / "completions").mkdir(parents=True, exist_ok=True)
-    (config.output / "completions/.step_000006.parquet").write_bytes(b"torn")
+    (config.output / "completions/.step_000004.parquet").write_bytes(b"torn")
     train(config, resume=True)
     found = kept(config.output)
     assert found == kept(whole.output)
     assert {name: len(rows) for name, rows in found.items()} == {
-        **{f"evaluation_{step:06}.parquet": EVALUATION for step in (0, 3, 6)},
-        **{f"step_{step:06}.parquet": STEP for step in range(1, 7)},
+        **{f"evaluation_{step:06}.parquet": EVALUATION for step in (0, 3, 4)},
+        **{f"step_{step:06}.parquet": STEP for step in range(1, 5)},
     }
     rewards = [row["reward"] for row in found["step_000002.parquet"]]
     figures = [json.loads(line) for line in (config.output / "metrics.jsonl").open()]

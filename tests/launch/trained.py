@@ -59,6 +59,12 @@ def dies(world: World) -> None:
         time.sleep(3600)
 
 
+def dies_in_a_collective(world: World) -> None:
+    """In which the other waits for it, and loses the connection."""
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 CASES = {
     "all": fail,
     "alone": fail,
@@ -69,9 +75,10 @@ CASES = {
     "parted": parted,
     "0 dies": dies,
     "1 dies": dies,
+    "1 dies in a collective": dies_in_a_collective,
     "fine": nothing,
 }
-FOUND_BY_THE_WATCH = (stopped, asleep, parted, dies)
+FOUND_BY_THE_WATCH = (stopped, asleep, parted, dies, dies_in_a_collective)
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch.nn import functional
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.config.training import Recompute
@@ -182,6 +181,13 @@ HF: dict[str, Any] = {
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    from transformers import (  # takes two seconds, which no other test has to wait
+        MixtralConfig,
+        MixtralForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
+
     if family == "mixtral":
         theirs = MixtralForCausalLM(
             MixtralConfig(**HF, num_local_experts=5, intermediate_size=40, sliding_window=None)

@@ -30,7 +30,7 @@ from tests.models.policies import whole_batch
 from tests.tiny import TINY, save_tiny
 
 TOKENS = 99
-WIDE = replace(TINY, vocab_size=160, num_layers=2, tokenizer_size=TOKENS)
+WIDE = replace(TINY, vocab_size=160, tokenizer_size=TOKENS)
 NARROW = replace(WIDE, vocab_size=TOKENS, tokenizer_size=None)
 PRESETS = get_args(Preset)
 EXACT: tuple[Preset, ...] = ("fp8", "fp8-linear", "int8", "bf16", "fp32")

@@ -69,6 +69,7 @@ def with_bf16_logits(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("one_scenario")
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
 def test_exact_flows_route_alike(preset: Preset) -> None:
     result = verify_policy(make(preset), SMALL)

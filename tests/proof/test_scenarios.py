@@ -13,7 +13,7 @@ from tests.rollout.history_model import VOCAB, make_engine
 from tests.rollout.test_open_engine import both_executors
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)  # test_verify.py says what does not happen in its own
 @both_executors
 @pytest.mark.parametrize("page_tokens", [128, 64])  # of a GPU, and of the CPU
 @pytest.mark.parametrize("options", [_ON_DEVICE, VerifyOptions()])

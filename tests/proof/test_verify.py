@@ -78,6 +78,7 @@ HEADS: dict[str, tuple[Preset, dict[str, Any]]] = {
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("one_scenario")
 @pytest.mark.parametrize(("preset", "changes"), HEADS.values(), ids=HEADS)
 def test_windows_and_head_sizes_have_no_differences(
     preset: Preset, changes: dict[str, Any], config: ModelConfig
@@ -112,6 +113,7 @@ def test_two_functions_show_their_differences(two_functions: VerifyResult) -> No
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("one_scenario")
 @pytest.mark.parametrize(
     ("preset", "threads"), [("bf16", 1), ("bf16", 2), ("fp8", 1), ("fp8", 4), ("int8", 2)]
 )

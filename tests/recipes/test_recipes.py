@@ -286,6 +286,7 @@ def test_a_reward_model_learns_from_the_shipped_pairs_and_scores_a_file(
     assert json.loads(capsys.readouterr().out)["accuracy"] == summary["accuracy_after"]
 
 
+@pytest.mark.exhaustive  # and with its card: tools/test_starter_build.py
 def test_the_starter_model_is_made_by_its_recipe(tmp_path: Path) -> None:
     write_text(tmp_path / "text", batches=1)
     small = {

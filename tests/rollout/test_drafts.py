@@ -138,7 +138,7 @@ def holds_alone(engine: NativeEngine, model: HistoryModel) -> None:
     model.forward = checked
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     batch=batches(),
     right=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
@@ -297,6 +297,7 @@ def test_rows_that_differ_in_the_last_bit_are_found() -> None:
     assert rates[PolicyRunner] == 1.0 > rates[CoarseRows]
 
 
+@pytest.mark.few(1)
 @both_executors
 def test_a_guess_that_makes_a_nan_leaves_none_to_those_who_read_its_tile(pipelined: bool) -> None:
     """The embedding of one token is a NaN; no sample draws it, and many are guessed to."""
@@ -323,6 +324,7 @@ def test_a_guess_that_makes_a_nan_leaves_none_to_those_who_read_its_tile(pipelin
     assert torch.equal(recorded_log_probs(again), recorded_log_probs(groups))
 
 
+@pytest.mark.few(1)
 @both_executors
 @pytest.mark.parametrize("name", ["first"])
 def test_adapters_beside_the_base_draw_what_they_draw(
@@ -344,6 +346,7 @@ def test_adapters_beside_the_base_draw_what_they_draw(
 # ------------------------------------------------------------------- what comes and goes between
 
 
+@pytest.mark.pairs
 @both_executors
 @pytest.mark.parametrize("sizes", [test_parked.ROOMY, test_parked.FEW], ids=["roomy", "few"])
 def test_turns_with_parked_pages_draw_the_same(sizes: dict[str, Any], pipelined: bool) -> None:

@@ -137,7 +137,7 @@ def test_a_policy_learns_another_models_distribution(
 
 
 def test_in_8_bits_a_policy_begins_near_its_own_start_and_comes_nearer(make_sft: MakeSft) -> None:
-    config = make_sft(training={"steps": 20, "prompts_per_step": 16, "learning_rate": 1e-5})
+    config = make_sft(training={"steps": 8, "prompts_per_step": 16, "learning_rate": 2e-5})
     summary = sft(config)
     assert summary.loss_before is not None and summary.loss_after is not None
     assert 0 < summary.loss_after < summary.loss_before < 0.001
@@ -216,7 +216,7 @@ def test_adapters_are_pulled_to_a_teacher(make_sft: MakeSft, other: Path) -> Non
     config = make_sft(
         lora={"rank": 8},
         teacher={"model": str(other)},
-        training={"steps": 12, "learning_rate": 1e-2},
+        training={"steps": 6, "learning_rate": 1e-2},
     )
     summary = sft(config)
     assert summary.loss_before is not None and summary.loss_after is not None

@@ -69,7 +69,7 @@ def run(world: World, case: dict[str, Any]) -> None:
                     "held_out": {"type": "jsonl", "path": "starter:held_out.jsonl", "limit": 5}
                 },
             },
-            "rollout": {"max_new_tokens": 10, "max_sequences": 8},
+            "rollout": {"max_new_tokens": 6, "max_sequences": 8},
             "training": {
                 "steps": STEPS,
                 "prompts_per_step": 3,

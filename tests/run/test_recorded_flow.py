@@ -22,6 +22,7 @@ from isobit.observe.run_record import read_run
 from isobit.run.loop import train
 from isobit.store.checkpoint import _json_sha256
 from isobit.util.errors import ConfigError
+from tests.tiny import small_run
 
 MakeConfig = Callable[..., RunConfig]
 BEFORE = {"preset": "int8", "dgrad": "fp8", "wgrad": "bf16"}
@@ -41,11 +42,17 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+REWARD = f"{__name__}:first_token"
+
+
+def first_token(prompt: Any, completion: Any) -> float:
+    return float(completion.token_ids[0] % 3)
+
+
 @pytest.fixture
-def make_run(make_config: MakeConfig, write_reward: Callable[[str], str]) -> MakeConfig:
+def make_run(make_config: MakeConfig) -> MakeConfig:
     """Runs whose rewards differ within a group, so that a backward counts."""
-    reward = write_reward("return float(completion.token_ids[0] % 3)")
-    return partial(make_config, reward)
+    return partial(make_config, REWARD)
 
 
 def as_recorded_before(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -68,10 +75,12 @@ def without_keys(table: dict[str, Any]) -> None:
         del table[key]
 
 
-@pytest.fixture
-def whole(make_run: MakeConfig, tmp_path: Path) -> Path:
-    train(make_run(output=tmp_path / "whole", precision=BEFORE, **SETTINGS))
-    return tmp_path / "whole"
+@pytest.fixture(scope="module")
+def whole(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("recorded") / "whole"
+    torch.set_num_threads(1)
+    train(small_run(tiny_folder, place, REWARD, precision=BEFORE, **SETTINGS))
+    return place
 
 
 @pytest.mark.parametrize("change", [without_values, without_keys])

@@ -33,7 +33,7 @@ def config_of(case: dict[str, Any]) -> RunConfig:
             "threads": 1,
             "reward": {"function": f"{folder / 'reward.py'}:reward", "in_process": True},
             "data": {"train": data, "eval": {"held_out": {**data, "limit": 5}}},
-            "rollout": {"max_new_tokens": 10},
+            "rollout": {"max_new_tokens": 6},
             "training": {
                 "steps": case["steps"],
                 "prompts_per_step": 3,

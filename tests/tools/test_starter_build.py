@@ -65,6 +65,7 @@ def test_the_card_tells_of_the_run_that_made_the_weights(
         "data.eval.held_out.limit": 2,
         "rollout.max_new_tokens": 4,
         "training.steps": 1,
+        "training.prompts_per_step": 8,
         "threads": 1,
     }
     sft(
@@ -84,7 +85,7 @@ def test_the_card_tells_of_the_run_that_made_the_weights(
     build.main(["card", str(tmp_path / "run")])
     assert "3 held-out problems" in capsys.readouterr().out
     card = (tmp_path / "run" / "model" / "README.md").read_text(encoding="utf-8")
-    assert "1 updates of 96 answers in the\n`bf16` flow" in card
+    assert "1 updates of 8 answers in the\n`bf16` flow" in card
     assert "A Qwen3 decoder of 870,016 parameters" in card
     assert "{" not in card
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1

@@ -4,7 +4,7 @@ The reason why a run ended is reported once, whoever has started the ranks:
 
     an error that a user can meet    by the launcher, or by the first rank that has this text
     a fault                          the rank's own traceback
-    ``PeerError``                    nothing: the other rank reports it
+    ``PeerError``                    nothing: the other rank, or the watch, reports it
     a signal                         by rank 0
 """
 
@@ -21,7 +21,12 @@ from isobit.util.errors import Interrupted, IsobitError, PeerError
 from isobit.util.terminal import say, settle
 
 if TYPE_CHECKING:
+    from isobit.parallel.processes import Processes
     from isobit.parallel.world import World
+
+
+_REPORT_S = 3.0
+"""Seconds in which another rank, or the watch, reports why a connection was lost."""
 
 
 @contextmanager
@@ -35,11 +40,12 @@ def as_rank(box: BlackBox | None) -> "Iterator[World]":
     from isobit.parallel.processes import Processes, joined  # with torch, of which a launcher
     from isobit.parallel.watch import Watch  # has no need
 
-    world: World | None = None
+    world: Processes | None = None
     watch: Watch | None = None
     try:
-        with joined() as world:
-            assert isinstance(world, Processes)
+        with joined() as whole:
+            assert isinstance(whole, Processes)
+            world = whole
             if box is not None:
                 world.pulse.on_phase = lambda phase: box.write(phase=phase)
             watch = Watch(world, box)
@@ -57,7 +63,7 @@ def as_rank(box: BlackBox | None) -> "Iterator[World]":
         os._exit(code)
 
 
-def _tell(error: BaseException, world: "World | None", box: BlackBox | None) -> int:
+def _tell(error: BaseException, world: "Processes | None", box: BlackBox | None) -> int:
     """Say it where it is this rank's to say; -> the exit code."""
     match error:
         case PeerError() if error.rank is not None:
@@ -67,6 +73,8 @@ def _tell(error: BaseException, world: "World | None", box: BlackBox | None) -> 
             if box is not None:
                 known = "lost" if isinstance(error, PeerError) else "error"
                 box.write(**{known: text}, code=code, at=time.monotonic())
+            elif isinstance(error, PeerError) and world is not None and _is_reported(world):
+                pass
             elif world is not None and _is_first(text, world):
                 say(f"error: rank {world.rank} ({world.host}): {text}")
             return code
@@ -82,6 +90,22 @@ def _tell(error: BaseException, world: "World | None", box: BlackBox | None) -> 
             if box is not None:
                 box.write(fault=f"{type(error).__name__}: {error}", at=time.monotonic())
             return 1
+
+
+def _is_reported(world: "Processes") -> bool:
+    """Whether a rank that left, or the watch that found one gone, has reported why, or does so
+    within moments.  A connection to a rank that is killed is lost before the watch looks again.
+    """
+    until = time.monotonic() + _REPORT_S
+    try:
+        board = world.watch_board(_REPORT_S)
+        while all(board.read(name) is None for name in ("failed", "verdict")):
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.05)
+    except PeerError:
+        return False
+    return True
 
 
 def _is_first(text: str, world: "World") -> bool:
