@@ -430,11 +430,10 @@ class CheckpointKeeper:
 
     def _where(self) -> str:
         if self._on_disk == 0:
-            return (
-                "none, no step was finished"
-                if self._config.keep_last
-                else "none, since checkpoint.keep_last is 0"
-            )
+            if not self._config.keep_last:
+                return "none, since checkpoint.keep_last is 0"
+            done = self.boundary.step
+            return f"none, after {done} steps" if done else "none, no step was finished"
         return str(self._directory.checkpoints / folder_name(self._on_disk))
 
     def _how(self) -> str:
