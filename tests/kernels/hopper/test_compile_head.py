@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import triton
 
-from isobit.kernels.hopper import gemm, head, quantise, sampling
+from isobit.kernels.hopper import gemm, head, sampling
+from isobit.kernels.triton import quantise
 from tests.kernels.hopper.ahead_of_time import E4M3, compile_for_hopper
 
 TYPES = {

@@ -37,8 +37,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.device_functions import runs
-from isobit.kernels.hopper.quantise import QuantRows
+from isobit.kernels.triton.device_functions import runs
+from isobit.kernels.triton.quantise import QuantRows
 from isobit.precision.quant_tensor import QuantTensor, ScaleKind
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false

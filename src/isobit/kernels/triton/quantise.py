@@ -22,7 +22,7 @@ squares, so it depends on that row alone.
 Scales are K-group-major, [ceil(K/128), M] with M padded to a multiple of 4, the layout that
 DeepGEMM and cuBLASLt read through TMA.  The last group of a row may be short.  Blocks of a weight
 begin anew at each part, and a launch takes one run of them
-(``isobit.kernels.hopper.device_functions``).  A program holds its block or row in registers, so a
+(``isobit.kernels.triton.device_functions``).  A program holds its block or row in registers, so a
 weight costs 4 bytes in and 1 byte out, and one more in where changed bytes are counted.
 """
 
@@ -37,8 +37,8 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.device_functions import padded_size, rotated, rotated_row, runs
 from isobit.kernels.operands import HeadWeight, LinearWeight, Operand
+from isobit.kernels.triton.device_functions import padded_size, rotated, rotated_row, runs
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import (
     AMAX_FLOOR,
