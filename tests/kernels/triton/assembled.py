@@ -14,6 +14,7 @@ from typing import Any
 from triton import knobs
 
 from tests.kernels.hopper.ahead_of_time import Compiled, compile_ahead
+from tests.kernels.hopper.disassembly import disassembled
 
 KIB = 1024
 SHARED = {
@@ -56,6 +57,13 @@ def assemble(ptx: str, generation: int) -> Assembled:
     (registers,) = re.findall(r"Used (\d+) registers", done.stderr)
     (spilled,) = re.findall(r"(\d+) bytes spill stores", done.stderr)
     return Assembled(cubin, int(registers), int(spilled))
+
+
+def assert_multiplies_by(made: Compiled, instruction: str) -> None:
+    """That the tensor cores of every generation have one instruction for all products."""
+    for generation in SHARED:
+        sass = disassembled(assemble(made.ptx, generation).cubin)
+        assert set(re.findall(r"\b\w*MMA\b[.\w]*", sass)) == {instruction}, generation
 
 
 def assert_assembles(made: Compiled, spills: Mapping[int, int] | None = None) -> None:

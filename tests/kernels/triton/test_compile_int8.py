@@ -11,7 +11,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from isobit.kernels.triton import int8, int8_backward, quantise
 from isobit.kernels.triton.int8 import Dots, Tiles
 from tests.kernels.hopper.ahead_of_time import Compiled
-from tests.kernels.triton.assembled import SHARED, assemble, assert_assembles, compile_portable
+from tests.kernels.triton.assembled import (
+    SHARED,
+    assemble,
+    assert_assembles,
+    assert_multiplies_by,
+    compile_portable,
+)
 
 TYPES = {
     **dict.fromkeys(("X", "W", "VALUES", "OUT_VALUES"), "*i8"),
@@ -56,6 +62,13 @@ def test_product(m: int, n: int, k: int) -> None:
     assert set(re.findall(r"\bmma\.sync\S*|\bwgmma\S*", made.ptx)) == {PRODUCT}
     assert ("cp.async.cg.shared.global" in made.ptx) == (k % 16 == 0)
     assert_assembles(made)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("m", [5, 512])
+def test_machine_code(m: int) -> None:
+    made = product(int8.tiles(m, 4096, 4096), 4096)
+    assert_multiplies_by(made, "IMMA.16832.S8.S8.SAT")
 
 
 def test_sizes_take_every_kind_of_tiles() -> None:

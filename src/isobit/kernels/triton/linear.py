@@ -1,7 +1,8 @@
-"""The linear layer in INT8: its operands in the formats of a site, and its three products, with the
-bits of ``isobit.kernels.spec.linear``.
+"""The linear layer in INT8, forward and backward, and in E4M3, forward: operands in the formats of
+a site, and products.
 
-What is not here yet is refused by name: operands in E4M3 and BF16.
+Operands, and products in INT8, have the bits of ``isobit.kernels.spec.linear``.  What is not here
+yet is refused by name: BF16, and gradients in E4M3.
 """
 
 from typing import NoReturn
@@ -10,26 +11,33 @@ import torch
 
 from isobit.kernels.operands import LinearInput, LinearWeight, Operand, OutputGradient
 from isobit.kernels.triton import int8_backward
+from isobit.kernels.triton.gemm import fp8_gemm_nt
 from isobit.kernels.triton.int8 import int8_gemm_nt
 from isobit.kernels.triton.int8_backward import Unbalanced
-from isobit.kernels.triton.quantise import quantise_int8
+from isobit.kernels.triton.quantise import QuantRows, quantise_int8, quantise_rows
 from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import Int8Parts, Int8Rows
+from isobit.precision.quant_tensor import Int8Parts, Int8Rows, QuantTensor
 from isobit.util.errors import ConfigError
 
 
 def linear_input(x: torch.Tensor, site: Site, save: bool = False) -> LinearInput:
-    """x BF16 [T, K] in INT8; saved as it is."""
-    if site.forward != "int8":
+    """x BF16 [T, K] in INT8 or in 1x128 groups; saved as it is."""
+    if save and site.wgrad != "int8":
+        _refuse(site, "WGrad", site.wgrad)
+    if site.forward == "int8":
+        return LinearInput(quantise_int8(x), x if save else None)
+    if site.forward != "e4m3":
         _refuse(site, "FProp", site.forward)
-    return LinearInput(quantise_int8(x), x if save else None)
+    return LinearInput(quantise_rows(x, site.scales, as_bytes=True), x if save else None)
 
 
 def linear(x: Operand, weight: LinearWeight) -> torch.Tensor:
     """[T, K] -> BF16 [T, N]."""
-    if not isinstance(x, Int8Rows) or not isinstance(weight.matrix, Int8Rows):
-        _refuse(weight.site, "FProp", weight.site.forward)
-    return int8_gemm_nt(x, weight.matrix)
+    if isinstance(x, Int8Rows) and isinstance(weight.matrix, Int8Rows):
+        return int8_gemm_nt(x, weight.matrix)
+    if isinstance(x, QuantRows) and isinstance(weight.matrix, QuantTensor):
+        return fp8_gemm_nt(x, weight.matrix)
+    _refuse(weight.site, "FProp", weight.site.forward)
 
 
 def output_gradient(dy: torch.Tensor, site: Site) -> OutputGradient:
@@ -59,8 +67,8 @@ def wgrad(dy: Operand, x: Operand, grad: torch.Tensor, site: Site) -> None:
     int8_backward.wgrad(*int8_backward.balanced_rows(Unbalanced.of(dy), x), grad)
 
 
-def _refuse(site: Site, product: str, format: str) -> NoReturn:
+def _refuse(site: Site, product: str, format: str | None) -> NoReturn:
     raise ConfigError(
-        f"{site.name}: the portable Triton kernels have no {product} in {format} yet, only in "
-        "int8; choose device 'cpu', or precision 'int8' with dgrad and wgrad in int8"
+        f"{site.name}: the portable Triton kernels have no {product} in {format} yet; the device "
+        "'cpu' has, and here there are int8 forward and backward, and e4m3 forward"
     )
