@@ -150,7 +150,7 @@ def test_columns() -> None:
     )
     for kernel, warps, its_own in kernels:
         types |= {"FACTORS": "*fp32"}
-        made = compile_portable(kernel, types, its_own, warps, maxima=True)
+        made = compile_portable(kernel, types, its_own, warps, maxima=True, multiples=("x_row",))
         assert made.wide_loads or kernel is int8_backward._balance_kernel
         assert_assembles(made)
 

@@ -66,8 +66,10 @@ def cut_up(m: int, n: int, k: int) -> Cut:
 
 def tiles(m: int, n: int, k: int, splits: bool = True) -> Tiles:
     """Tiles of any number of rows; with ``splits``, K may be cut up."""
+    if m > 128:
+        return Tiles(128, 128, 1, 4, swaps=False, depth=64, warps=8)
     if m > 64:
-        return Tiles(128 if m > 128 else 64, 128, 1, 4, swaps=False, depth=64)
+        return Tiles(64, 128, 1, 4, swaps=False, depth=64)
     block_m = max(16, triton.next_power_of_2(m))
     parts = number_of_splits(n, k, _MOST_SPLITS, _BUSY) if splits else 1
     return Tiles(block_m, 64, parts, 4, swaps=True)
