@@ -6,10 +6,10 @@ from typing import Literal
 
 import torch
 
-from isobit.kernels.hopper.device_functions import padded_size
 from isobit.kernels.hopper.gemm import BackEnd, why_not_deep_gemm
-from isobit.kernels.hopper.quantise import QuantRows, publish_blocks
 from isobit.kernels.spec import quantise as specification
+from isobit.kernels.triton.device_functions import padded_size
+from isobit.kernels.triton.quantise import QuantRows, publish_blocks
 from isobit.precision.quant_tensor import BLOCK, QuantTensor, ScaleKind, block_sizes
 from tests.kernels.comparison import bits
 

@@ -11,7 +11,7 @@ import torch
 from isobit.kernels.hopper import attend, head, linear, pointwise, sampling
 from isobit.kernels.hopper.attention import PagedKeys
 from isobit.kernels.hopper.qkv import Queries
-from isobit.kernels.hopper.quantise import QuantRows
+from isobit.kernels.triton.quantise import QuantRows
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.proof.bisect import trace_scenario

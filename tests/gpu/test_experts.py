@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional
 
 from isobit.kernels.backend import backend_of
-from isobit.kernels.hopper.dispatch import gather, make_dispatch, most_rows
 from isobit.kernels.hopper.experts import (
     choose,
     experts,
@@ -22,7 +21,6 @@ from isobit.kernels.hopper.experts import (
 from isobit.kernels.hopper.grouped_gemm import ExpertMatrices, grouped_gemm_nt
 from isobit.kernels.hopper.linear import linear, linear_input
 from isobit.kernels.hopper.pointwise import swiglu_input
-from isobit.kernels.hopper.quantise import publish
 from isobit.kernels.operands import (
     ExpertGradients,
     LinearInput,
@@ -37,6 +35,8 @@ from isobit.kernels.spec import experts as specification
 from isobit.kernels.spec import linear as dense_specification
 from isobit.kernels.spec.experts import one_expert
 from isobit.kernels.spec.quantise import publish as publish_on_cpu
+from isobit.kernels.triton.dispatch import gather, make_dispatch, most_rows
+from isobit.kernels.triton.quantise import publish
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Format, ScaleKind
 from isobit.proof.cases import plain_swiglu

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from isobit.kernels.hopper.gemm import BackEnd, bf16_gemm_nt, fp8_gemm_nt
-from isobit.kernels.hopper.quantise import publish_blocks, quantise_rows
 from isobit.kernels.spec import quantise as specification
 from isobit.kernels.spec.linear import fp8_gemm_nt as gemm_specification
+from isobit.kernels.triton.quantise import publish_blocks, quantise_rows
 from isobit.precision.quant_tensor import QuantTensor, ScaleKind
 from tests.gpu.operands import (
     BACK_ENDS,

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from isobit.kernels.backend import backend_of
-from isobit.kernels.hopper import int8_backward
 from isobit.kernels.hopper.linear import dgrad, output_gradient, wgrad
 from isobit.kernels.hopper.pointwise import swiglu_backward, swiglu_backward_bf16
-from isobit.kernels.hopper.quantise import publish
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import int8_backward as specification
 from isobit.kernels.spec import linear as linear_specification
+from isobit.kernels.triton import int8_backward as operands
+from isobit.kernels.triton.quantise import publish
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Int8Parts, Int8Rows
 from tests.int8_products import BACKWARDS, EXPECTED, backward_digests
@@ -50,7 +50,7 @@ def test_the_specifications_bits(
     assert isinstance(matrix, Int8Rows)
     weight, on_host = LinearWeight(site, matrix), LinearWeight(site, of_host(matrix))
     assert_same_parts(
-        int8_backward.transposed_parts(matrix, parts),
+        operands.transposed_parts(matrix, parts),
         specification.transposed_parts(of_host(matrix), parts),
     )
     made = output_gradient(dy.cuda(), site)
@@ -58,8 +58,8 @@ def test_the_specifications_bits(
     assert isinstance(made.rows, Int8Parts)
     assert isinstance(theirs.rows, Int8Parts)
     assert_same_parts(made.rows, theirs.rows)
-    assert isinstance(made.tokens, int8_backward.Unbalanced)
-    sides = int8_backward.balanced_rows(made.tokens, x.cuda())
+    assert isinstance(made.tokens, operands.Unbalanced)
+    sides = operands.balanced_rows(made.tokens, x.cuda())
     for side, exact in zip(sides, specification.balanced_rows(dy, x), strict=True):
         assert torch.equal(bits(side.scales), bits(exact.scales))
         assert torch.equal(side.values[:, :tokens].cpu(), exact.values)
@@ -87,11 +87,11 @@ def test_the_gradient_of_swiglu_is_quantised_as_it_is_rounded(columns: int) -> N
     assert isinstance(exact.rows, Int8Parts)
     assert torch.equal(made.rows.values, exact.rows.values)
     assert torch.equal(bits(made.rows.scales), bits(exact.rows.scales))
-    assert isinstance(made.tokens, int8_backward.Unbalanced)
-    assert isinstance(exact.tokens, int8_backward.Unbalanced)
+    assert isinstance(made.tokens, operands.Unbalanced)
+    assert isinstance(exact.tokens, operands.Unbalanced)
     assert torch.equal(bits(made.tokens.values), bits(exact.tokens.values))
     ours, theirs = (
-        int8_backward.balanced_rows(one, dy)[0].values for one in (made.tokens, exact.tokens)
+        operands.balanced_rows(one, dy)[0].values for one in (made.tokens, exact.tokens)
     )
     assert torch.equal(ours, theirs)
 
@@ -110,4 +110,4 @@ def test_experts_have_the_products_of_their_own_linears(
 def test_digests_made_on_a_cpu(name: str) -> None:
     """SHA-256 of operands and products."""
     backend = backend_of(torch.device("cuda", torch.cuda.current_device()))
-    assert backward_digests(name, backend, int8_backward) == EXPECTED[name]
+    assert backward_digests(name, backend, operands) == EXPECTED[name]

@@ -17,12 +17,12 @@ from isobit.kernels.hopper.linear import (
     transpose_blocks,
     wgrad,
 )
-from isobit.kernels.hopper.quantise import QuantRows, publish, republish
 from isobit.kernels.hopper.token_groups import quantise_tokens
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import linear as specification
 from isobit.kernels.spec.quantise import quantise_blocks
 from isobit.kernels.spec.quantise import quantise_rows as quantise_rows_on_cpu
+from isobit.kernels.triton.quantise import QuantRows, publish, republish
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Format, ScaleKind
 from tests.gpu.operands import (

@@ -5,9 +5,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from isobit.kernels.hopper.quantise import publish, publish_blocks, republish
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec.quantise import quantise_blocks
+from isobit.kernels.triton.quantise import publish, publish_blocks, republish
 from isobit.parallel.ownership import Ownership
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Format, QuantTensor, ScaleKind

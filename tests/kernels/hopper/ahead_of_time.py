@@ -1,4 +1,5 @@
-"""Kernels compiled for sm_90 ahead of time, without a GPU, and what they became.
+"""Kernels compiled for sm_90 or another generation, ahead of time, without a GPU, and what they
+became.
 
 What ptxas does not choose is read from PTX, which costs nothing: the width of memory accesses, the
 kind of products.  SASS is read where ptxas has a say: contraction to fma, unrolling, the order of
@@ -76,11 +77,19 @@ class Compiled:
 
 
 def compile_for_hopper(
+    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], warps: int, **how: Any
+) -> Compiled:
+    """``compile_ahead`` for sm_90."""
+    return compile_ahead(kernel, types, constants, warps, capability=90, **how)
+
+
+def compile_ahead(
     kernel: Any,
     types: Mapping[str, str],
     constants: Mapping[str, Any],
     warps: int,
     *,
+    capability: int,
     source: type = ASTSource,
     multiples: Collection[str] = (),
     fuses: bool = False,
@@ -96,6 +105,7 @@ def compile_for_hopper(
         types: Types of its parameters, and perhaps of others, by their names.
         constants: Parameters that are constants; None for a tensor that is not there.
         warps: Of a program.
+        capability: Of the cards: 90 is Hopper's.
         source: What the kernel is written in.
         multiples: Numbers that are multiples of 16.  Pointers are always.
         fuses: Whether a product and a sum may become one operation, as at launches that do not
@@ -114,7 +124,7 @@ def compile_for_hopper(
     }
     compiled = triton.compile(
         source(fn=kernel, signature=signature, constexprs=constants, attrs=aligned),
-        target=GPUTarget("cuda", 90, 32),
+        target=GPUTarget("cuda", capability, 32),
         options={"num_warps": warps, "enable_fp_fusion": fuses, **options},
     )
     ptx, cubin, shared = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata.shared

@@ -9,13 +9,19 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from isobit.kernels.hopper import int8, pointwise, quantise
-from isobit.kernels.hopper.dispatch import gather, make_dispatch
+from isobit.kernels.hopper import pointwise
 from isobit.kernels.hopper.experts import swiglu_rows
 from isobit.kernels.hopper.grouped_gemm import ExpertMatrices, grouped_gemm_nt, transpose_experts
 from isobit.kernels.hopper.int8 import Dots, Persistent, Tiles, int8_gemm_nt, transposed_weight
 from isobit.kernels.hopper.linear import linear, output_gradient
-from isobit.kernels.hopper.quantise import (
+from isobit.kernels.operands import LinearWeight
+from isobit.kernels.spec import linear as linear_specification
+from isobit.kernels.spec import quantise as specification
+from isobit.kernels.spec.experts import one_expert
+from isobit.kernels.triton import int8 as portable
+from isobit.kernels.triton import quantise
+from isobit.kernels.triton.dispatch import gather, make_dispatch
+from isobit.kernels.triton.quantise import (
     publish,
     quantise_int8,
     republish,
@@ -23,10 +29,6 @@ from isobit.kernels.hopper.quantise import (
     swiglu,
     swiglu_int8,
 )
-from isobit.kernels.operands import LinearWeight
-from isobit.kernels.spec import linear as linear_specification
-from isobit.kernels.spec import quantise as specification
-from isobit.kernels.spec.experts import one_expert
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Int8Rows, ScaleKind, block_sizes
 from tests.kernels.comparison import same
@@ -167,7 +169,7 @@ def check_experts(width: int, columns: int) -> None:
 def main() -> None:
     interpreter._convert_float = convert
     quantise.four_sigmoids = pointwise.four_sigmoids = _four_sigmoids
-    int8._dot4 = _dot4
+    portable._dot4 = _dot4
     torch.manual_seed(0)
     for columns in (1, 80, 576, 4224):
         check_quantisers(columns)

@@ -2,14 +2,17 @@
 the bits of the specification's.
 """
 
+from types import ModuleType
+
 import torch
 from triton.runtime import interpreter
 
 from isobit.kernels.hopper import int8_backward, linear
-from isobit.kernels.hopper.quantise import publish
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import int8_backward as specification
 from isobit.kernels.spec import linear as linear_specification
+from isobit.kernels.triton import int8_backward as operands
+from isobit.kernels.triton.quantise import publish
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Int8Parts, Int8Rows, block_sizes
 from tests.kernels.comparison import bits
@@ -24,7 +27,15 @@ def in_whole_blocks(weight: Int8Parts) -> Int8Parts:
     return Int8Parts(torch.cat(padded, 1), weight.scales, weight.parts)
 
 
-def check(parts: tuple[int, ...], columns: int, tokens: int, spoilt: float | None = None) -> None:
+def check(
+    parts: tuple[int, ...],
+    columns: int,
+    tokens: int,
+    spoilt: float | None = None,
+    layer: ModuleType = linear,
+    products: ModuleType = int8_backward,
+) -> None:
+    """Of the linears in a module, and its products."""
     site = Site("qkv_proj", "linear", "int8", dgrad="int8", wgrad="int8", parts=parts)
     master = torch.randn(sum(parts), columns) * torch.exp(2 * torch.randn(sum(parts), 1))
     dy, x = gradients(tokens, sum(parts)), gradients(tokens, columns)
@@ -35,26 +46,26 @@ def check(parts: tuple[int, ...], columns: int, tokens: int, spoilt: float | Non
     matrix = publish(site, master)
     assert isinstance(matrix, Int8Rows)
     weight = LinearWeight(site, matrix)
-    made = linear.output_gradient(dy, site)
+    made = layer.output_gradient(dy, site)
     exact = linear_specification.output_gradient(dy, site)
     assert isinstance(made.rows, Int8Parts)
     assert isinstance(exact.rows, Int8Parts)
     assert_same_parts(made.rows, exact.rows)
-    assert isinstance(made.tokens, int8_backward.Unbalanced)
-    assert torch.equal(made.tokens.scales.amax(0), int8_backward.row_amax(dy)[0])
+    assert isinstance(made.tokens, operands.Unbalanced)
+    assert torch.equal(made.tokens.scales.amax(0), operands.row_amax(dy)[0])
     for ours, theirs in zip(
-        int8_backward.balanced_rows(made.tokens, x), specification.balanced_rows(dy, x), strict=True
+        operands.balanced_rows(made.tokens, x), specification.balanced_rows(dy, x), strict=True
     ):
         assert torch.equal(bits(ours.scales), bits(theirs.scales))
         assert torch.equal(ours.values[:, :tokens], theirs.values)
         assert not ours.values[:, tokens:].any()
-    d_x = int8_backward.dgrad(made.rows, turned(matrix, parts))
+    d_x = products.dgrad(made.rows, turned(matrix, parts))
     torch.testing.assert_close(
         d_x, linear_specification.dgrad(exact.rows, weight), rtol=0, atol=0, equal_nan=True
     )
     grad = torch.randn(sum(parts), columns)
     theirs = grad.clone()
-    linear.wgrad(made.tokens, x, grad, site)
+    layer.wgrad(made.tokens, x, grad, site)
     linear_specification.wgrad(dy, x, theirs, site)
     torch.testing.assert_close(grad, theirs, rtol=0, atol=0, equal_nan=True)
 
@@ -80,5 +91,5 @@ def main() -> None:
     check((256, 128), 150, 130)
     for spoilt in (torch.nan, torch.inf):
         check((40, 24), 80, 5, spoilt)
-    int8_backward.transposed_parts = turned
+    operands.transposed_parts = turned
     check_experts((40, 24), 80, 150, torch.device("cpu"))

@@ -14,13 +14,13 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from isobit.kernels.hopper.attention import SCALES, TILE, PagedKeys
-from isobit.kernels.hopper.device_functions import hadamard
 from isobit.kernels.hopper.qkv import encode_packed, encode_paged, gather_pages
 from isobit.kernels.hopper.qkv_backward import qkv_backward
 from isobit.kernels.operands import QkvGradients, QkvTransform, RopeTable
 from isobit.kernels.spec import qkv as specification
 from isobit.kernels.spec.qkv import Heads, factors
 from isobit.kernels.spec.quantise import hadamard as exact_hadamard
+from isobit.kernels.triton.device_functions import hadamard
 from isobit.precision.quant_tensor import DTYPES, E4M3, Format
 
 LAYOUTS = [(3, 1, 64), (2, 1, 128)]

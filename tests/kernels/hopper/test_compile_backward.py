@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from isobit.kernels.hopper import linear, pointwise, quantise, token_groups
+from isobit.kernels.hopper import linear, pointwise, token_groups
+from isobit.kernels.triton import quantise
 from tests.kernels.hopper.ahead_of_time import E4M3, Compiled, compile_for_hopper
 
 TYPES = {

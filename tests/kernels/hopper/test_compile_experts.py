@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from isobit.kernels.hopper import dispatch, experts, grouped_gemm
+from isobit.kernels.hopper import experts, grouped_gemm
+from isobit.kernels.triton import dispatch
 from tests.kernels.hopper.ahead_of_time import E4M3, Compiled, compile_for_hopper
 
 TYPES = {

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import triton
 
-from isobit.kernels.hopper import gemm, head, quantise, sampling
+from isobit.kernels.hopper import gemm, head, sampling
+from isobit.kernels.triton import gemm as portable
+from isobit.kernels.triton import quantise
 from tests.kernels.hopper.ahead_of_time import E4M3, compile_for_hopper
 
 TYPES = {
@@ -89,7 +91,7 @@ def test_gemm(m: int, whole_k: bool, e4m3: bool) -> None:
     constants |= {} if e4m3 else {"A_SCALE": None, "B_SCALE": None}
     types = dict.fromkeys("AB", E4M3 if e4m3 else "*bf16") | {"OUT": "*bf16" if e4m3 else "*fp32"}
     made = compile_for_hopper(
-        gemm._gemm_kernel, TYPES | types, constants, warps, multiples=("n", "k", "out_stride"),
+        portable._gemm_kernel, TYPES | types, constants, warps, multiples=("n", "k", "out_stride"),
         num_stages=gemm.stages(rows, 1 if e4m3 else 2),
     )  # fmt: skip
     assert made.products == {"e4m3" if e4m3 else "bf16"}

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from isobit.kernels.hopper import int8, quantise
+from isobit.kernels.hopper import int8
+from isobit.kernels.triton import int8 as portable
+from isobit.kernels.triton import quantise
 from tests.kernels.hopper.ahead_of_time import Compiled, compile_for_hopper
 
 TYPES = {
@@ -122,7 +124,8 @@ def of_tiles(cut: int8.Dots | int8.Tiles, k: int) -> dict[str, Any]:
     assert isinstance(cut, int8.Tiles)
     return {
         "BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "DEPTH": cut.depth, "SPLITS": cut.splits,
-        "SWAPS": cut.swaps, "WHOLE_K": k % cut.depth == 0,
+        "SWAPS": cut.swaps, "WHOLE_K": k % cut.depth == 0, "BEFORE": None, "ADDS": False,
+        "ROW": None,
     }  # fmt: skip
 
 
@@ -132,7 +135,7 @@ def test_product(m: int, n: int, k: int) -> None:
     assert isinstance(cut, int8.Tiles)
     types = {**dict.fromkeys("XW", "*i8"), "OUT": "*i32" if cut.splits > 1 else "*bf16"}
     made = compiled(
-        int8._gemm_kernel,
+        portable._gemm_kernel,
         of_tiles(cut, k),
         cut.warps,
         types=types,
@@ -191,7 +194,7 @@ def test_product_of_few_tokens(m: int, k: int) -> None:
     constants = {"K": k // 4, "BLOCK_M": m, "ROWS": cut.rows, "WIDTH": cut.words}
     types = dict.fromkeys("XW", "*i32")
     made = compiled(
-        int8._dots_kernel, constants, cut.warps, types=types, multiples=("n", "out_row")
+        portable._dots_kernel, constants, cut.warps, types=types, multiples=("n", "out_row")
     )
     assert made.shared <= 4 * cut.rows * m * cut.warps
     assert made.wide_loads and "dp4a.s32.s32" in made.ptx
@@ -202,11 +205,13 @@ def test_rows_without_vectors() -> None:
     cut = int8.cut_up(300, 1001, 200)
     assert isinstance(cut, int8.Tiles)
     types = dict.fromkeys("XW", "*i8")
-    made = compiled(int8._gemm_kernel, of_tiles(cut, 200), 4, types=types, num_stages=cut.stages)
+    made = compiled(
+        portable._gemm_kernel, of_tiles(cut, 200), 4, types=types, num_stages=cut.stages
+    )
     assert made.products == {"s8"}
 
 
 def test_splits_are_added() -> None:
     constants = {"SPLITS": 8, "WIDTH": 1024}
-    made = compiled(int8._add_splits_kernel, constants, 4, multiples=("n", "out_row"))
+    made = compiled(portable._add_splits_kernel, constants, 4, multiples=("n", "out_row"))
     assert made.wide_loads and made.wide_stores

@@ -6,6 +6,7 @@ import pytest
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from isobit.kernels.hopper import int8_backward
+from isobit.kernels.triton import int8_backward as operands
 from tests.kernels.hopper.ahead_of_time import compile_for_hopper
 
 TYPES = {
@@ -23,7 +24,7 @@ TILE = "tensordesc<i8[128, 128]>"
 def test_a_turned_matrix(name: str) -> None:
     constants = {"PART": 4096, "K": 4096, "LEVELS": 7, "OVER_ROWS": 7}
     made = compile_for_hopper(
-        getattr(int8_backward, name), TYPES | {"OUT": "*i8"}, constants, 4,
+        getattr(operands, name), TYPES | {"OUT": "*i8"}, constants, 4,
         source=GluonASTSource, multiples=("out_row",), maxima=True,
     )  # fmt: skip
     assert made.programs >= 2  # for one that loads while another computes
@@ -35,7 +36,7 @@ def test_a_turned_matrix(name: str) -> None:
 def test_columns(absent: dict[str, None]) -> None:
     constants = {"C": 4096, "ROW": 4096} | absent
     kernels = (
-        (int8_backward._column_amax_kernel, 4, 4), (int8_backward._columns_kernel, 8, 2),
+        (operands._column_amax_kernel, 4, 4), (operands._columns_kernel, 8, 2),
     )  # fmt: skip
     for kernel, warps, programs in kernels:
         types = TYPES | {"OUT": "*i8"}

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from isobit.kernels.hopper import device_functions, head, pointwise, qkv_backward
+from isobit.kernels.hopper import head, pointwise, qkv_backward
+from isobit.kernels.triton import device_functions
 from tests.kernels.hopper.ahead_of_time import compile_for_hopper
 
 TYPES = {

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from isobit.config.precision import PrecisionConfig
 from isobit.kernels.backend import ModelNeeds
-from isobit.kernels.hopper import device_functions, sizes, support
+from isobit.kernels.hopper import sizes, support
+from isobit.kernels.triton import device_functions
 from isobit.models.config import model_shape
 from isobit.models.folder import model_needs
 from isobit.precision.flow import LinearShape, Site

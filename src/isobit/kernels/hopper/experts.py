@@ -28,7 +28,6 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.hopper import int8_backward
-from isobit.kernels.hopper.dispatch import Dispatch, GroupedRows, combine, gather, make_dispatch
 from isobit.kernels.hopper.gemm import bf16_gemm_nt, deep_gemm_or_triton
 from isobit.kernels.hopper.grouped_gemm import (
     ExpertMatrices,
@@ -38,14 +37,6 @@ from isobit.kernels.hopper.grouped_gemm import (
 )
 from isobit.kernels.hopper.linear import input_saved, output_gradient
 from isobit.kernels.hopper.pointwise import swiglu_backward, swiglu_saved
-from isobit.kernels.hopper.quantise import (
-    gated,
-    levels,
-    quantise_groups,
-    scale_groups,
-    warps_of_row,
-    width_of_row,
-)
 from isobit.kernels.hopper.sizes import MASKED_TOKENS
 from isobit.kernels.operands import (
     ExpertGradients,
@@ -57,6 +48,16 @@ from isobit.kernels.operands import (
     is_observed,
     logit_gradient,
     observe,
+)
+from isobit.kernels.triton.dispatch import Dispatch, GroupedRows, combine, gather, make_dispatch
+from isobit.kernels.triton.int8_backward import transposed_parts
+from isobit.kernels.triton.quantise import (
+    gated,
+    levels,
+    quantise_groups,
+    scale_groups,
+    warps_of_row,
+    width_of_row,
 )
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK, Int8Parts, Int8Rows, ScaleKind
@@ -234,7 +235,7 @@ def _dgrad(dy: Operand, weight: LinearWeight, dispatch: Dispatch) -> torch.Tenso
     count = len(dispatch.counts)
     if isinstance(dy, Int8Parts):
         assert isinstance(weight.matrix, Int8Rows)
-        turned = int8_backward.transposed_parts(weight.matrix, dy.parts, count)
+        turned = transposed_parts(weight.matrix, dy.parts, count)
         return int8_backward.dgrad(dy, turned, dispatch)
     matrices = ExpertMatrices.of(weight, count)
     return grouped_gemm_nt(GroupedRows.of(dy), transpose_experts(matrices, weight.site), dispatch)

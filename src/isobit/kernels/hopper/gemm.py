@@ -35,10 +35,10 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 import triton
-import triton.language as tl
 
-from isobit.kernels.hopper.device_functions import runs
-from isobit.kernels.hopper.quantise import QuantRows
+from isobit.kernels.triton.device_functions import runs
+from isobit.kernels.triton.gemm import launch
+from isobit.kernels.triton.quantise import QuantRows
 from isobit.precision.quant_tensor import QuantTensor, ScaleKind
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -48,46 +48,6 @@ from isobit.precision.quant_tensor import QuantTensor, ScaleKind
 
 _BLOCK = 128
 _PROGRAMS = 132  # multiprocessors of a Hopper card: with as many large tiles, these are faster
-
-
-@triton.jit(do_not_specialize=["m", "a_scale_stride"])
-def _gemm_kernel(
-    A, B, A_SCALE, B_SCALE, OUT, m, n, k, a_scale_stride, out_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, WHOLE_K: tl.constexpr,
-):  # fmt: skip
-    """One program a tile of OUT [m, n]; bands of 8 tile rows share B in the L2 cache."""
-    tiles_m = tl.cdiv(m, BLOCK_M)
-    tiles_n = tl.cdiv(n, BLOCK_N)
-    band = tl.program_id(0) // (8 * tiles_n)
-    height = tl.minimum(tiles_m - band * 8, 8)
-    tile_m = band * 8 + tl.program_id(0) % (8 * tiles_n) % height
-    tile_n = tl.program_id(0) % (8 * tiles_n) // height
-    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    a_row = (row % m).to(tl.int64)  # rows beyond the matrix repeat others and are not stored
-    b_row = (column % n).to(tl.int64)
-    depth = tl.arange(0, 128)
-    a_place = A + a_row[:, None] * k + depth[None, :]
-    b_place = B + b_row[None, :] * k + depth[:, None]
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for block in range(0, tl.cdiv(k, 128)):
-        if WHOLE_K:
-            a = tl.load(a_place)
-            b = tl.load(b_place)
-        else:
-            a = tl.load(a_place, mask=depth[None, :] < k - block * 128, other=0.0)
-            b = tl.load(b_place, mask=depth[:, None] < k - block * 128, other=0.0)
-        if SCALED:
-            scale = tl.load(A_SCALE + block * a_scale_stride + a_row) * tl.load(
-                B_SCALE + tile_n * tl.cdiv(k, 128) + block
-            )
-            acc = tl.math.fma(tl.dot(a, b), tl.broadcast_to(scale[:, None], acc.shape), acc)
-        else:
-            acc = tl.dot(a, b, acc)
-        a_place += 128
-        b_place += 128
-    place = OUT + row[:, None].to(tl.int64) * out_stride + column[None, :]
-    tl.store(place, acc.to(OUT.dtype.element_ty), mask=(row < m)[:, None] & (column < n)[None, :])
 
 
 def triton_fp8_gemm_nt(a: QuantRows, b: QuantTensor, out: torch.Tensor) -> None:
@@ -114,15 +74,9 @@ def _launch(
     a_scales: torch.Tensor | None = None,
     b_scales: torch.Tensor | None = None,
 ) -> None:
-    (m, k), n = a.shape, b.shape[0]
-    block_m, warps = tile(m, n)
-    grid = (triton.cdiv(m, block_m) * triton.cdiv(n, _BLOCK),)
-    stride = 0 if a_scales is None else a_scales.stride(1)
-    _gemm_kernel[grid](
-        a, b, a_scales, b_scales, out, m, n, k, stride, out.stride(0),
-        block_m, _BLOCK, a_scales is not None, k % _BLOCK == 0,
-        num_warps=warps, num_stages=stages(block_m, a.element_size()), enable_fp_fusion=False,
-    )  # fmt: skip
+    block_m, warps = tile(len(a), len(b))
+    count = stages(block_m, a.element_size())
+    launch(a, b, out, a_scales, b_scales, block_m=block_m, warps=warps, stages=count)
 
 
 def tile(m: int, n: int) -> tuple[int, int]:

@@ -1,5 +1,5 @@
 """The GEMMs of experts: every expert's matrix times the rows of its own tokens
-(``isobit.kernels.hopper.dispatch``), in one launch.
+(``isobit.kernels.triton.dispatch``), in one launch.
 
     FProp, DGrad   Y[row, n] = sum_k A[row, k] B[expert of row, n, k]
     WGrad          grad[e, n, k] += sum over expert e's rows of A[row, n] B[row, k]
@@ -25,13 +25,13 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.hopper import int8_backward
-from isobit.kernels.hopper.dispatch import Dispatch, GroupedRows
 from isobit.kernels.hopper.gemm import BackEnd, call_deep_gemm, deep_gemm_or_triton, stages
 from isobit.kernels.hopper.int8 import transposed_e4m3
-from isobit.kernels.hopper.int8_backward import Unbalanced
 from isobit.kernels.hopper.linear import triton_fp8_gemm_tn
-from isobit.kernels.hopper.quantise import QuantRows
 from isobit.kernels.operands import LinearWeight, Operand
+from isobit.kernels.triton.dispatch import Dispatch, GroupedRows
+from isobit.kernels.triton.int8_backward import Unbalanced, balanced_rows
+from isobit.kernels.triton.quantise import QuantRows
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK, E4M3, Int8Rows, num_blocks
 
@@ -273,7 +273,7 @@ def grouped_gemm_tn(
         return
     assert isinstance(x, torch.Tensor)
     if site.wgrad_of(len(dispatch.places)) == "int8":
-        sides = int8_backward.balanced_rows(Unbalanced.of(dy), x, dispatch)
+        sides = balanced_rows(Unbalanced.of(dy), x, dispatch)
         int8_backward.wgrad(*sides, grad, dispatch)
         return
     dy = dy.values if isinstance(dy, Unbalanced) else dy

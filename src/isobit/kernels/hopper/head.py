@@ -52,14 +52,14 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.device_functions import add_block_sums
 from isobit.kernels.hopper.gemm import bf16_gemm_nt
 from isobit.kernels.hopper.int8 import int8_gemm_nt
 from isobit.kernels.hopper.linear import bf16_gemm_tn
 from isobit.kernels.hopper.pointwise import BLOCKS, layout
-from isobit.kernels.hopper.quantise import quantise_int8
 from isobit.kernels.hopper.sizes import CHUNK, HEAD_ROWS, backward_rows, forward_rows
 from isobit.kernels.operands import HeadWeight, observe
+from isobit.kernels.triton.device_functions import add_block_sums
+from isobit.kernels.triton.quantise import quantise_int8
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false

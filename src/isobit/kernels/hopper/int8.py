@@ -1,10 +1,7 @@
 """INT8 on Hopper: the linears' product, and a matrix as DGrad reads it.
 
-    Y[m, n] = BF16((float(sum over all k of X[m, k] W[n, k]) * scale_x[m]) * scale_w[n])
-
-lm_head's product stays in FP32.  The sum is an INT32, which is exact in any order below K =
-133,000, so tiles and splits of K may depend on M: a row has the specification's bits in every
-batch.
+The product is that of ``isobit.kernels.triton.int8``; lm_head's stays in FP32.  Tiles and splits of
+K may depend on M: a row has the specification's bits in every batch.
 
     up to 4      by the multiprocessors' own products of four numbers, whose warps read 512
                  neighbouring bytes of a row of W at once: faster than any tiles
@@ -29,8 +26,6 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from isobit.kernels.hopper.device_functions import padded_size, rotated, runs
-from isobit.kernels.hopper.quantise import amax_bits, levels, to_e4m3
 from isobit.kernels.hopper.sizes import (
     MOST_SPLIT_ROWS,
     MOST_SPLITS,
@@ -38,6 +33,9 @@ from isobit.kernels.hopper.sizes import (
     SPLIT_PROGRAMS,
     UNSPLIT_ROWS,
 )
+from isobit.kernels.triton.device_functions import padded_size, rotated, runs
+from isobit.kernels.triton.int8 import Dots, Tiles, multiply, number_of_splits, scaled
+from isobit.kernels.triton.quantise import amax_bits, levels, to_e4m3
 from isobit.precision.quant_tensor import (
     BLOCK,
     E4M3,
@@ -47,32 +45,8 @@ from isobit.precision.quant_tensor import (
     num_blocks,
 )
 
-_BLOCKS_OF_SPLIT = 4  # of 128 along K, at least: fewer would not fill the pipeline
-_WIDTH = 1024  # columns of a program that adds splits
 _ONE_WAVE = 64 * PROGRAMS  # rows of W: a tile of 64 for each multiprocessor
 BAND = 16  # rows of tiles that share W in the L2 cache
-
-
-@dataclass(frozen=True, slots=True)
-class Dots:
-    """The division of a product of few tokens, without tiles."""
-
-    rows: int  # of W
-    words: int = 256  # of four numbers, that are read at once
-    warps: int = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """The division of a product of more tokens."""
-
-    block_m: int  # tokens
-    block_n: int
-    splits: int  # of K
-    stages: int
-    swaps: bool  # whether W is the left operand
-    depth: int = BLOCK  # numbers of K that are read at once
-    warps: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +88,7 @@ def _split(m: int, n: int, k: int) -> Tiles:
         return Tiles(64, 64, 1, 6, swaps=True)
     if n > _ONE_WAVE:
         return Tiles(64 if n < 256 * PROGRAMS else 128, 128, 1, 3, swaps=False)
-    splits = 1
-    while 2 * splits <= min(MOST_SPLITS, num_blocks(k) // _BLOCKS_OF_SPLIT):
-        if splits * triton.cdiv(n, 64) >= SPLIT_PROGRAMS:
-            break
-        splits *= 2
+    splits = number_of_splits(n, k, MOST_SPLITS, SPLIT_PROGRAMS)
     if m <= 64:
         return Tiles(64, 64, splits, 4, swaps=True, depth=_depth(k, 256))
     return Tiles(128, 64, splits, 6, swaps=True)
@@ -142,69 +112,6 @@ def _persistent(m: int, n: int) -> Persistent:
 def _depth(k: int, most: int) -> int:
     """The largest power of two from ``BLOCK`` to ``most`` that divides k, or ``BLOCK``."""
     return max(BLOCK, min(most, k & -k))
-
-
-@triton.jit
-def scaled(sums, x_scale, w_scale):
-    """INT32 sums -> FP32, which a store rounds to BF16 where the output is."""
-    return sums.to(tl.float32) * x_scale * w_scale
-
-
-@triton.jit(do_not_specialize=["m"])
-def _gemm_kernel(
-    X, W, X_SCALE, W_SCALE, OUT, m, n, k, out_row,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
-    SWAPS: tl.constexpr, WHOLE_K: tl.constexpr,
-):  # fmt: skip
-    """One program a tile of OUT, BF16 or FP32 [m, n], or of one of SPLITS parts of K, INT32
-    [SPLITS, m, n]; bands of 8 tile rows share W in the L2 cache.
-    """
-    tiles_m = tl.cdiv(m, BLOCK_M)
-    tiles_n = tl.cdiv(n, BLOCK_N)
-    band = tl.program_id(0) // (8 * tiles_n)
-    height = tl.minimum(tiles_m - band * 8, 8)
-    row = band * 8 + tl.program_id(0) % (8 * tiles_n) % height
-    row = row * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tl.program_id(0) % (8 * tiles_n) // height * BLOCK_N + tl.arange(0, BLOCK_N)
-    blocks = tl.cdiv(k, DEPTH)
-    first = 0
-    if SPLITS > 1:
-        each = tl.cdiv(blocks, SPLITS)
-        first = tl.program_id(1) * each
-        blocks = tl.minimum(blocks, first + each)
-    depth = first * DEPTH + tl.arange(0, DEPTH)
-    x_place = (row % m).to(tl.int64) * k  # rows beyond the matrix repeat others, not stored
-    w_place = (column % n).to(tl.int64) * k
-    if SWAPS:
-        x_scale = tl.load(X_SCALE + row % m)  # behind the loop they would be waited for
-        w_scale = tl.load(W_SCALE + column % n)
-        left, right = W + w_place[:, None] + depth[None, :], X + x_place[None, :] + depth[:, None]
-        sums = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
-    else:
-        left, right = X + x_place[:, None] + depth[None, :], W + w_place[None, :] + depth[:, None]
-        sums = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
-    for block in range(first, blocks):
-        if WHOLE_K:
-            a = tl.load(left)
-            b = tl.load(right)
-        else:
-            rest = k - block * DEPTH
-            a = tl.load(left, mask=tl.arange(0, DEPTH)[None, :] < rest, other=0)
-            b = tl.load(right, mask=tl.arange(0, DEPTH)[:, None] < rest, other=0)
-        sums = tl.dot(a, b, sums, out_dtype=tl.int32)
-        left += DEPTH
-        right += DEPTH
-    if SWAPS:
-        sums = tl.trans(sums)
-    inside = (row < m)[:, None] & (column < n)[None, :]
-    place = OUT + row[:, None].to(tl.int64) * out_row + column[None, :]
-    if SPLITS > 1:
-        tl.store(place + tl.program_id(1).to(tl.int64) * m * n, sums, mask=inside)
-    else:
-        if not SWAPS:
-            x_scale = tl.load(X_SCALE + row % m)
-            w_scale = tl.load(W_SCALE + column % n)
-        tl.store(place, scaled(sums, x_scale[:, None], w_scale[None, :]), mask=inside)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -234,65 +141,6 @@ def _persistent_kernel(
         tl.store(place, scaled(sums, x_scale[:, None], w_scale[None, :]), mask=inside)
 
 
-@triton.jit
-def _dot4(a, b, c):
-    """Four INT8 products of INT32 a and b, added to INT32 c."""
-    return tl.inline_asm_elementwise(
-        "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit(do_not_specialize=["m"])
-def _dots_kernel(
-    X, W, X_SCALE, W_SCALE, OUT, m, n, out_row, K: tl.constexpr,
-    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """One program ROWS columns of OUT for all of m <= BLOCK_M tokens.  X and W are words of four
-    numbers, K of them a row; the four words that a thread loads at once share a sum.
-    """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token = tl.arange(0, BLOCK_M)
-    depth = tl.arange(0, WIDTH)[None, None, :]
-    w_place = W + (row % n).to(tl.int64)[:, None, None] * K + depth
-    x_place = X + (token % m)[None, :, None] * K + depth
-    x_scale = tl.load(X_SCALE + token % m)  # behind the loop they would be waited for
-    w_scale = tl.load(W_SCALE + row % n)
-    sums = tl.zeros([ROWS, BLOCK_M, WIDTH // 4], tl.int32)
-    for first in range(0, K, WIDTH):
-        if K % WIDTH:
-            w = tl.load(w_place + first, mask=depth < K - first, other=0)
-            x = tl.load(x_place + first, mask=depth < K - first, other=0)
-        else:
-            w = tl.load(w_place + first)
-            x = tl.load(x_place + first)
-        w1, w2 = tl.split(tl.reshape(w, [ROWS, 1, WIDTH // 4, 2, 2]))
-        x1, x2 = tl.split(tl.reshape(x, [1, BLOCK_M, WIDTH // 4, 2, 2]))
-        w11, w12 = tl.split(w1)
-        w21, w22 = tl.split(w2)
-        x11, x12 = tl.split(x1)
-        x21, x22 = tl.split(x2)
-        sums = _dot4(w22, x22, _dot4(w21, x21, _dot4(w12, x12, _dot4(w11, x11, sums))))
-    made = scaled(tl.sum(sums, 2), x_scale[None, :], w_scale[:, None])
-    place = OUT + token[None, :].to(tl.int64) * out_row + row[:, None]
-    tl.store(place, made, mask=(row < n)[:, None] & (token < m)[None, :])
-
-
-@triton.jit(do_not_specialize=["m"])
-def _add_splits_kernel(
-    SUMS, X_SCALE, W_SCALE, OUT, m, n, out_row, SPLITS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """One program WIDTH columns of one row."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    inside = column < n
-    total = tl.zeros([WIDTH], tl.int32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(SUMS + (split * m + row) * n + column, mask=inside, other=0)
-    w_scale = tl.load(W_SCALE + column, mask=inside, other=0.0)
-    made = scaled(total, tl.load(X_SCALE + row), w_scale)
-    tl.store(OUT + row * out_row + column, made, mask=inside)
-
-
 def int8_gemm_nt(
     x: Int8Rows, weight: Int8Rows, cut: Cut | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -308,14 +156,6 @@ def int8_gemm_nt(
     if not m:
         return out
     cut = cut or cut_up(m, n, k)
-    if isinstance(cut, Dots):
-        _dots_kernel[(triton.cdiv(n, cut.rows),)](
-            x.values.view(torch.int32), weight.values.view(torch.int32), x.scales, weight.scales,
-            out, m, n, out.stride(0), k // 4, triton.next_power_of_2(m), cut.rows,
-            min(cut.words, triton.next_power_of_2(k // 4)),
-            num_warps=cut.warps, enable_fp_fusion=False,
-        )  # fmt: skip
-        return out
     if isinstance(cut, Persistent):
         tiles = triton.cdiv(m, cut.block_m) * triton.cdiv(n, cut.block_n)
         _persistent_kernel[(min(2 * PROGRAMS, tiles),)](
@@ -325,21 +165,7 @@ def int8_gemm_nt(
             num_warps=4, num_stages=cut.stages, enable_fp_fusion=False,
         )  # fmt: skip
         return out
-    sums = out
-    if cut.splits > 1:
-        sums = torch.empty((cut.splits, m, n), dtype=torch.int32, device=out.device)
-    grid = (triton.cdiv(m, cut.block_m) * triton.cdiv(n, cut.block_n), cut.splits)
-    _gemm_kernel[grid](
-        x.values, weight.values, x.scales, weight.scales, sums, m, n, k, sums.stride(-2),
-        cut.block_m, cut.block_n, cut.depth, cut.splits, cut.swaps, k % cut.depth == 0,
-        num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=False,
-    )  # fmt: skip
-    if cut.splits > 1:
-        width = min(_WIDTH, triton.next_power_of_2(n))
-        _add_splits_kernel[(m, triton.cdiv(n, width))](
-            sums, x.scales, weight.scales, out, m, n, out.stride(0), cut.splits, width,
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+    multiply(x, weight, cut, out)
     return out
 
 

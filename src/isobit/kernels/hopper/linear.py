@@ -60,7 +60,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from isobit.kernels.hopper import int8_backward
-from isobit.kernels.hopper.device_functions import padded_size, runs
 from isobit.kernels.hopper.gemm import (
     BackEnd,
     bf16_gemm_nt,
@@ -69,18 +68,6 @@ from isobit.kernels.hopper.gemm import (
     fp8_gemm_nt,
 )
 from isobit.kernels.hopper.int8 import int8_gemm_nt, transposed_weight
-from isobit.kernels.hopper.int8_backward import (
-    Unbalanced,
-    balanced_rows,
-    quantise_parts,
-    transposed_parts,
-)
-from isobit.kernels.hopper.quantise import (
-    QuantRows,
-    quantise_gradient,
-    quantise_int8,
-    quantise_rows,
-)
 from isobit.kernels.hopper.token_groups import gradient_both, quantise_both, quantise_tokens
 from isobit.kernels.operands import (
     ADAPTER_PARTS,
@@ -90,6 +77,19 @@ from isobit.kernels.operands import (
     LinearWeight,
     Operand,
     OutputGradient,
+)
+from isobit.kernels.triton.device_functions import padded_size, runs
+from isobit.kernels.triton.int8_backward import (
+    Unbalanced,
+    balanced_rows,
+    quantise_parts,
+    transposed_parts,
+)
+from isobit.kernels.triton.quantise import (
+    QuantRows,
+    quantise_gradient,
+    quantise_int8,
+    quantise_rows,
 )
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK as WHOLE_BLOCK

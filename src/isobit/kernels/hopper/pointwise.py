@@ -39,28 +39,11 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from isobit.kernels.hopper.device_functions import add_block_sums, padded_size, rotated_row
 from isobit.kernels.hopper.linear import (
     input_saved,
     linear_input,
     of_int8_rows,
     output_gradient,
-)
-from isobit.kernels.hopper.quantise import (
-    QuantRows,
-    amax_bits,
-    chunk_of_row,
-    four_sigmoids,
-    larger_size,
-    launch_of_chunks,
-    levels,
-    quantise_groups,
-    rms_norm_int8,
-    rms_norm_quantise,
-    store_chunks,
-    swiglu,
-    swiglu_int8,
-    swiglu_quantise,
 )
 from isobit.kernels.hopper.token_groups import (
     BY_ROW,
@@ -77,6 +60,23 @@ from isobit.kernels.hopper.token_groups import (
     widen,
 )
 from isobit.kernels.operands import LinearInput, Normed, Operand, OutputGradient, is_observed
+from isobit.kernels.triton.device_functions import add_block_sums, padded_size, rotated_row
+from isobit.kernels.triton.quantise import (
+    QuantRows,
+    amax_bits,
+    chunk_of_row,
+    four_sigmoids,
+    larger_size,
+    launch_of_chunks,
+    levels,
+    quantise_groups,
+    rms_norm_int8,
+    rms_norm_quantise,
+    store_chunks,
+    swiglu,
+    swiglu_int8,
+    swiglu_quantise,
+)
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK, EIGHT_BITS, Int8Parts, ScaleKind
 

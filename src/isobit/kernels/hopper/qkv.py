@@ -39,15 +39,15 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.hopper.attention import SCALES, TILE, PackedKeys, PagedKeys
-from isobit.kernels.hopper.device_functions import hadamard
-from isobit.kernels.hopper.quantise import (
+from isobit.kernels.hopper.support import HEAD_SIZES
+from isobit.kernels.operands import QkvTransform
+from isobit.kernels.triton.device_functions import hadamard
+from isobit.kernels.triton.quantise import (
     _INF_BITS,
     _ROUND_UP_ABOVE_1_75,
     FLOOR_BITS,
     to_int8,
 )
-from isobit.kernels.hopper.support import HEAD_SIZES
-from isobit.kernels.operands import QkvTransform
 from isobit.precision.quant_tensor import DTYPES, Format
 from isobit.util.errors import ConfigError
 

@@ -24,9 +24,9 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.device_functions import add_block_sums, hadamard
 from isobit.kernels.hopper.qkv import _load, _sum_of_squares
 from isobit.kernels.operands import QkvGradients, QkvTransform
+from isobit.kernels.triton.device_functions import add_block_sums, hadamard
 
 N = 32  # tokens of a program
 HEADS = 8  # heads of a program

@@ -27,8 +27,8 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from isobit.kernels.hopper.device_functions import padded_size, runs
-from isobit.kernels.hopper.quantise import QuantRows, amax_bits, gated, to_e4m3
+from isobit.kernels.triton.device_functions import padded_size, runs
+from isobit.kernels.triton.quantise import QuantRows, amax_bits, gated, to_e4m3
 from isobit.precision.quant_tensor import BLOCK, ScaleKind, num_blocks
 
 WARPS = 8

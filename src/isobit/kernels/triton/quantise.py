@@ -22,7 +22,7 @@ squares, so it depends on that row alone.
 Scales are K-group-major, [ceil(K/128), M] with M padded to a multiple of 4, the layout that
 DeepGEMM and cuBLASLt read through TMA.  The last group of a row may be short.  Blocks of a weight
 begin anew at each part, and a launch takes one run of them
-(``isobit.kernels.hopper.device_functions``).  A program holds its block or row in registers, so a
+(``isobit.kernels.triton.device_functions``).  A program holds its block or row in registers, so a
 weight costs 4 bytes in and 1 byte out, and one more in where changed bytes are counted.
 """
 
@@ -37,8 +37,9 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.device_functions import padded_size, rotated, rotated_row, runs
 from isobit.kernels.operands import HeadWeight, LinearWeight, Operand
+from isobit.kernels.triton.device_functions import padded_size, rotated, rotated_row, runs
+from isobit.kernels.triton.e4m3 import rounded
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import (
     AMAX_FLOOR,
@@ -95,8 +96,10 @@ def amax_bits(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def to_e4m3(x, amax_bits, POWER_OF_TWO: tl.constexpr):
-    """FP32 x and its groups' ``amax_bits``, broadcast to x -> E4M3 x, FP32 scales like the bits."""
+def to_e4m3(x, amax_bits, POWER_OF_TWO: tl.constexpr, BYTES: tl.constexpr = False):
+    """FP32 x and its groups' ``amax_bits``, broadcast to x -> E4M3 x, or its BYTES as integers, and
+    FP32 scales like the bits.
+    """
     bits = tl.maximum(amax_bits, FLOOR_BITS)
     bad = bits >= _INF_BITS
     if POWER_OF_TWO:
@@ -106,7 +109,7 @@ def to_e4m3(x, amax_bits, POWER_OF_TWO: tl.constexpr):
     else:
         scale = tl.where(bad, float("nan"), tl.div_rn(bits.to(tl.float32, bitcast=True), MAX))
         y = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-    return y.to(tl.float8e4nv), scale
+    return rounded(y) if BYTES else y.to(tl.float8e4nv), scale
 
 
 @triton.jit
@@ -145,14 +148,15 @@ def store_chunks(
 
 @triton.jit
 def quantise_groups(
-    x, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr, LEVELS: tl.constexpr = None
-):
-    """[GROUPS * 128] FP32 -> E4M3 [GROUPS * 128] and FP32 scales [GROUPS]; or with LEVELS, of a
-    whole row, INT8 behind a Hadamard matrix of 2^LEVELS rows, and FP32 [1].
+    x, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr, LEVELS: tl.constexpr = None,
+    BYTES: tl.constexpr = False,
+):  # fmt: skip
+    """[GROUPS * 128] FP32 -> E4M3 [GROUPS * 128], or its BYTES, and FP32 scales [GROUPS]; or with
+    LEVELS, of a whole row, INT8 behind a Hadamard matrix of 2^LEVELS rows, and FP32 [1].
     """
     if LEVELS is None:
         x = tl.reshape(x, [GROUPS, 128])
-        values, scales = to_e4m3(x, amax_bits(x, 1)[:, None], POWER_OF_TWO)
+        values, scales = to_e4m3(x, amax_bits(x, 1)[:, None], POWER_OF_TWO, BYTES)
         scales = tl.reshape(scales, [GROUPS])
     else:
         x = rotated(tl.reshape(x, [1, GROUPS * 128]), 1, GROUPS * 128, LEVELS)
@@ -182,7 +186,8 @@ def _quantise_kernel(
     x = tl.load(X + row * X_ROW + column, mask=column < K, other=0.0).to(tl.float32)
     if AMAX is not None:
         tl.store(AMAX + row, amax_bits(x, 0))
-    values, scales = quantise_groups(x, GROUPS, POWER_OF_TWO, LEVELS)
+    as_bytes: tl.constexpr = VALUES.dtype.element_ty == tl.uint8
+    values, scales = quantise_groups(x, GROUPS, POWER_OF_TWO, LEVELS, as_bytes)
     tl.store(VALUES + row * OUT_ROW + column, values, mask=column < OUT)
     tl.store(SCALES + group * scale_stride + row, scales, mask=group < (K + 127) // 128)
 
@@ -310,11 +315,14 @@ def _swiglu_int8_kernel(
     store_chunks(chunks, behind, VALUES + row * C, SCALES + row, C, CHUNK, CHUNKS)
 
 
-def quantise_rows(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantRows:
-    """[M, K] BF16 or FP32, contiguous."""
+def quantise_rows(
+    x: torch.Tensor, scales: ScaleKind = "power_of_two", as_bytes: bool = False
+) -> QuantRows:
+    """[M, K] BF16 or FP32, contiguous; ``as_bytes`` by integers alone, for every card."""
     rows, columns = x.shape
     out = QuantRows.empty(rows, columns, x.device)
-    _quantise(x, columns, out, columns, columns, scales)
+    to = QuantRows(out.values.view(torch.uint8), out.scales) if as_bytes else out
+    _quantise(x, columns, to, columns, columns, scales)
     return out
 
 
@@ -528,7 +536,9 @@ def _publish_kernel(
     if CHANGED is not None:
         before = tl.load(VALUES + place, inside, other).to(tl.uint8, bitcast=True)
     x = tl.load(MASTER + place, inside, other).to(tl.bfloat16).to(tl.float32)
-    values, scale = to_e4m3(x, tl.max(amax_bits(x, 1)[:, None], 0, keep_dims=True), POWER_OF_TWO)
+    as_bytes: tl.constexpr = VALUES.dtype.element_ty == tl.uint8
+    bits = tl.max(amax_bits(x, 1)[:, None], 0, keep_dims=True)
+    values, scale = to_e4m3(x, bits, POWER_OF_TWO, as_bytes)
     if CHANGED is not None:
         differing = _differing(before, values.to(tl.uint8, bitcast=True))
         if inside is not None:  # bytes beyond the matrix are NaN in a block that is not finite
@@ -543,8 +553,10 @@ def publish_blocks(
     out: QuantTensor,
     scales: ScaleKind = "power_of_two",
     changed: torch.Tensor | None = None,
+    as_bytes: bool = False,
 ) -> None:
-    """Overwrite ``out`` with the quantisation of master, FP32 [N, K], of its parts.
+    """Overwrite ``out`` with the quantisation of master, FP32 [N, K], of its parts; ``as_bytes`` by
+    integers alone, for every card.
 
     ``changed``, int32 like ``out.scales``, receives how many bytes of each block have changed.
     """
@@ -554,10 +566,11 @@ def publish_blocks(
     assert master.dtype == torch.float32
     assert all(x.is_contiguous() for x in (master, out.values, out.scales))
     master, blocks = master.detach(), num_blocks(columns)
+    values = out.values.view(torch.uint8) if as_bytes else out.values
     for run in runs(out.parts or (rows,)):
         is_whole = not run.size % BLOCK and not columns % BLOCK
         _publish_kernel[(run.blocks * blocks,)](
-            master[run.first :], out.values[run.first :], out.scales[run.first_block :],
+            master[run.first :], values[run.first :], out.scales[run.first_block :],
             None if changed is None else changed[run.first_block :], columns,
             None if is_whole else run.size, scales == "power_of_two", num_warps=8,
         )  # fmt: skip
@@ -599,8 +612,10 @@ def publish_rows(master: torch.Tensor, out: Int8Rows, changed: torch.Tensor | No
     )  # fmt: skip
 
 
-def publish(site: Site, master: torch.Tensor) -> Operand:
-    """FP32 [N, K] -> 128x128 blocks or INT8 rows of the BF16 rounding, or that rounding."""
+def publish(site: Site, master: torch.Tensor, as_bytes: bool = False) -> Operand:
+    """FP32 [N, K] -> 128x128 blocks (``as_bytes``: see ``publish_blocks``) or INT8 rows of the BF16
+    rounding, or that rounding.
+    """
     master = master.detach()
     if site.forward == "int8":
         rows = Int8Rows.empty(*master.shape, master.device)
@@ -609,11 +624,11 @@ def publish(site: Site, master: torch.Tensor) -> Operand:
     if site.forward != "e4m3":
         return master.to(DTYPES[site.forward], copy=True)
     made = QuantTensor.empty_blocks(*master.shape, master.device, site.parts)
-    publish_blocks(master, made, site.scales)
+    publish_blocks(master, made, site.scales, as_bytes=as_bytes)
     return made
 
 
-def republish(weight: LinearWeight, master: torch.Tensor) -> torch.Tensor:
+def republish(weight: LinearWeight, master: torch.Tensor, as_bytes: bool = False) -> torch.Tensor:
     """Write newer values into the same tensors; -> how many numbers have changed, int64."""
     master, matrix = master.detach(), weight.matrix
     if isinstance(matrix, Int8Rows):
@@ -622,7 +637,7 @@ def republish(weight: LinearWeight, master: torch.Tensor) -> torch.Tensor:
         return changed.sum()
     if isinstance(matrix, QuantTensor):
         changed = torch.empty(matrix.scales.shape, dtype=torch.int32, device=master.device)
-        publish_blocks(master, matrix, weight.site.scales, changed)
+        publish_blocks(master, matrix, weight.site.scales, changed, as_bytes)
         return changed.sum()
     assert isinstance(matrix, torch.Tensor)
     made = master.to(matrix.dtype)

@@ -24,8 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.quantise import QuantRows
 from isobit.kernels.operands import Operand
+from isobit.kernels.triton.quantise import QuantRows
 from isobit.precision.quant_tensor import BLOCK, DTYPES, EIGHT_BITS, Format, Int8Rows, num_blocks
 
 TOKENS = tl.constexpr(64)  # of a block

@@ -1,0 +1,74 @@
+"""Portable kernels: compiled once, for sm_80, and their PTX assembled for every generation since.
+
+Triton's wheel has two assemblers: ``ptxas`` for cards up to sm_90, ``ptxas-blackwell`` from sm_100.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from triton import knobs
+
+from tests.kernels.hopper.ahead_of_time import Compiled, compile_ahead
+from tests.kernels.hopper.disassembly import disassembled
+
+KIB = 1024
+SHARED = {
+    80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB,
+    100: 227 * KIB, 103: 227 * KIB, 120: 99 * KIB, 121: 99 * KIB,
+}  # fmt: skip
+"""By generation, the shared memory that a program may have."""
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A kernel's PTX for sm_80 as one generation runs it."""
+
+    cubin: bytes
+    registers: int
+    spilled: int
+    """Bytes that a thread stores because it has too few registers."""
+
+
+def compile_portable(
+    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], warps: int, **how: Any
+) -> Compiled:
+    """``compile_ahead`` for sm_80; every card has the shared memory that its programs take."""
+    made = compile_ahead(kernel, types, constants, warps, capability=80, **how)
+    assert ".target sm_80" in made.ptx
+    assert made.shared <= min(SHARED.values())
+    return made
+
+
+def assemble(ptx: str, generation: int) -> Assembled:
+    """PTX for sm_80 -> the machine code of a generation.  Raises where it has none of it."""
+    tool = knobs.nvidia.ptxas_blackwell if generation >= 100 else knobs.nvidia.ptxas
+    with tempfile.TemporaryDirectory() as name:
+        source, out = Path(name) / "kernel.ptx", Path(name) / "kernel.cubin"
+        source.write_text(ptx)
+        command = [tool.path, "-v", f"--gpu-name=sm_{generation}", source, "-o", out]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        cubin = out.read_bytes()
+    (registers,) = re.findall(r"Used (\d+) registers", done.stderr)
+    (spilled,) = re.findall(r"(\d+) bytes spill stores", done.stderr)
+    return Assembled(cubin, int(registers), int(spilled))
+
+
+def assert_multiplies_by(made: Compiled, instruction: str) -> None:
+    """That the tensor cores of every generation have one instruction for all products."""
+    for generation in SHARED:
+        sass = disassembled(assemble(made.ptx, generation).cubin)
+        assert set(re.findall(r"\b\w*MMA\b[.\w]*", sass)) == {instruction}, generation
+
+
+def assert_assembles(made: Compiled, spills: Mapping[int, int] | None = None) -> None:
+    """For all generations; ``spills`` has the most bytes by generation, where that is not 0."""
+    for generation in SHARED:
+        one = assemble(made.ptx, generation)
+        assert one.spilled <= (spills or {}).get(generation, 0), (generation, one.spilled)
+        assert one.registers * 32 * made.warps <= 64 * KIB, (generation, one.registers)

@@ -1,0 +1,25 @@
+"""Kernels in Triton's interpreter, where integers and FP32 are as on a card."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.hopper.interpreted import run_interpreted
+
+
+def test_some_products(tmp_path: Path) -> None:
+    run_interpreted("tests.kernels.triton.interpreted_linear:quick", tmp_path)
+
+
+def test_e4m3(tmp_path: Path) -> None:
+    run_interpreted("tests.kernels.triton.interpreted_e4m3:quick", tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_more_e4m3(tmp_path: Path) -> None:
+    run_interpreted("tests.kernels.triton.interpreted_e4m3:whole", tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_all_products(tmp_path: Path) -> None:
+    run_interpreted("tests.kernels.triton.interpreted_linear:whole", tmp_path)
