@@ -68,10 +68,9 @@ def quick() -> None:
 
 
 def whole() -> None:
-    check_products(name for name, product in PRODUCTS.items() if not product.experts)
+    """What the interpreter computes within minutes; a card's tests have the larger products."""
+    check_products(("odd sizes",))
     check_cuts(1152)
-    check_backward((128, 40, 24), 80, 5)
     check_backward((96,), 40, 140)
-    check_backward((256, 128), 150, 130)
     for spoilt in (torch.nan, torch.inf):
         check_backward((40, 24), 80, 5, spoilt)
