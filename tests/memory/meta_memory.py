@@ -84,12 +84,17 @@ def without_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     compute nothing; what only a real GPU has is left out.
     """
     pytest.importorskip("triton", reason="the modules that launch the kernels need Triton")
-    from isobit.kernels import hopper
+    from isobit.kernels import hopper, triton
     from isobit.kernels.hopper import attend, experts, gemm, grouped_gemm, linear
     from isobit.kernels.hopper.backend import HopperBackend
 
-    for found in pkgutil.iter_modules(hopper.__path__):
-        module = importlib.import_module(f"{hopper.__name__}.{found.name}")
+    packages = [
+        (one.__name__, found.name)
+        for one in (hopper, triton)
+        for found in pkgutil.iter_modules(one.__path__)
+    ]
+    for package, found in packages:
+        module = importlib.import_module(f"{package}.{found}")
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, _NoKernel())
     monkeypatch.setitem(sys.modules, "deep_gemm", _NoGemm)

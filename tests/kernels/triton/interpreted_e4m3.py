@@ -17,7 +17,7 @@ from isobit.kernels.spec import quantise as specification
 from isobit.kernels.spec.quantise import SHIFT, decode_e4m3
 from isobit.kernels.triton import linear, quantise
 from isobit.kernels.triton.e4m3 import decoded, rounded
-from isobit.kernels.triton.quantise import QuantRows, publish, republish
+from isobit.kernels.triton.quantise import QuantRows, publish_portably, republish_portably
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import E4M3, E4M3_MAX, QuantTensor, ScaleKind
 from tests.kernels.comparison import same
@@ -85,13 +85,13 @@ def check_quantisers(parts: tuple[int, ...], columns: int, scales: ScaleKind) ->
     site = site_of(parts, scales)
     assert same(linear.linear_input(x, site).read, specification.quantise_rows(x, scales))
     master = torch.randn(sum(parts), columns) * torch.exp(3 * torch.randn(sum(parts), 1))
-    before = publish(site, torch.ones_like(master), as_bytes=True)
+    before = publish_portably(site, torch.ones_like(master))
     assert same(before, specification.publish(site, torch.ones_like(master)))
     master[1, 1] = torch.nan
     exact, weight = specification.publish(site, master), LinearWeight(site, before)
     assert isinstance(before, QuantTensor) and isinstance(exact, QuantTensor)
     old = before.values.view(torch.uint8).clone()
-    changed = republish(weight, master, as_bytes=True)
+    changed = republish_portably(weight, master)
     assert same(weight.matrix, exact)
     assert int(changed) == int((old != exact.values.view(torch.uint8)).sum())
 

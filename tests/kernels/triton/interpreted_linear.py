@@ -14,7 +14,7 @@ from isobit.kernels.triton.int8 import Dots, Tiles, int8_gemm_nt
 from isobit.kernels.triton.quantise import publish, quantise_int8
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Int8Rows
-from tests.int8_products import EXPECTED, PRODUCTS, digests
+from tests.int8_products import EXPECTED, digests
 from tests.kernels.hopper.interpreted_int8 import _dot4
 from tests.kernels.hopper.interpreted_int8_backward import check
 from tests.kernels.hopper.interpreted_qkv import convert
