@@ -63,7 +63,7 @@ def values(place: Path) -> dict[str, Any]:
             "eval": {"held_out": {"type": "jsonl", "path": "starter:held_out.jsonl", "limit": 3}},
         },
         "reward": {"function": f"{place / 'reward.py'}:reward", "in_process": True},
-        "rollout": {"max_new_tokens": 2},
+        "rollout": {"max_new_tokens": 4},
         "training": {
             "steps": 6,
             "prompts_per_step": 4,
