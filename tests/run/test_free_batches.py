@@ -53,10 +53,10 @@ def free(make_config: MakeConfig, write_reward: Callable[[str], str]) -> MakeCon
 
 
 def left_by(root: Path) -> dict[str, Any]:
-    """All bytes that a run leaves but for times, and counts of what the engine did."""
+    """All bytes that a run leaves but for times, waits, and counts of what the engine did."""
     found = outcome(root)
     for line in found["metrics"]:
-        for name in [name for name in line if name.startswith("rollout/")]:
+        for name in [name for name in line if name.startswith(("rollout/", "waiting/"))]:
             del line[name]
     return found
 

@@ -69,7 +69,7 @@ CASES = [
     {"model": "tied", "preset": INT8_BEFORE, "moments": "fp8"},
     {"model": "mixture", "preset": INT8_BEFORE, "moments": "fp32"},
 ]
-STEPS = 2
+STEPS = 3
 
 
 def sequences(count: int, seed: int, samples: int = 1) -> list[TokenSequence]:
