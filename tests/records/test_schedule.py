@@ -2,11 +2,12 @@
 was written.
 """
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobit.records.schedule import Bound
-from isobit.store.schedule_record import ScheduledStep
+from isobit.store.schedule_record import ScheduledStep, ScheduleRecord
 
 NAMES = st.tuples(st.text(max_size=4), st.integers(0, 9))
 
@@ -69,3 +70,22 @@ def test_a_line_is_read_as_it_was_written(
     counts = {name: tuple(of_name) for name, of_name in drawn.items()}
     written = ScheduledStep(step, tuple(learns), counts, tuple(compared))
     assert ScheduledStep.of_line(written.line()) == written
+    assert ScheduleRecord(print, [written.line()]).recorded(step) == written
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"step": 2, "learns": [], "drawn": [], "compared": []}\n',
+        b'{"step": 1}\n',
+        b'{"step": "one", "learns": [], "drawn": [], "compared": []}\n',
+        b'{"step": 1, "learns": [["a"]], "drawn": [], "compared": []}\n',
+        b'{"step": 1, "learns": [], "drawn": 3, "compared": []}\n',
+        b'{"step": 1, "learns": [], "drawn": [], "compared": [["a", 0, 0, null]]}\n',
+    ],
+)
+def test_a_line_that_is_not_the_step_is_dropped_and_said(line: bytes) -> None:
+    said = list[str]()
+    record = ScheduleRecord(said.append, [line])
+    assert record.recorded(1) is None
+    assert not record.is_ahead and len(said) == 1

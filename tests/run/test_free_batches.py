@@ -21,11 +21,10 @@ from isobit.rollout.shared_groups import Choose, SharedGroups
 from isobit.run.free_batches import FreeBatches
 from isobit.run.loop import train
 from isobit.run.rollouter_process import train_by_ranks
-from isobit.store.keeper import CheckpointKeeper
 from isobit.training.step import Learner
 from isobit.util.errors import ConfigError
 from tests.rollout.served import served
-from tests.run.test_lag import REWARD, Killed, outcome, steps_of
+from tests.run.test_lag import REWARD, Killed, die_after_saving, outcome, steps_of
 from tests.run.test_ranks import write_model
 from tests.run.test_rollouters import config_of
 from tests.serve.servers import KEY
@@ -110,16 +109,10 @@ def test_killed_between_any_two_steps_it_is_one_run_that_can_be_replayed(
     """What comes after a kill has another schedule, as an engine that has been elsewhere has; all
     of it together is one run, which repeats from its start.
     """
-    save = CheckpointKeeper.save_if_due
-
-    def save_and_die(self: CheckpointKeeper, step: int) -> None:
-        save(self, step)
-        raise Killed
-
     config = free(2, precision=precision)
     for step in range(1, STEPS + 1):
         with monkeypatch.context() as patch:
-            patch.setattr(CheckpointKeeper, "save_if_due", save_and_die)
+            die_after_saving(patch)
             with pytest.raises(Killed):
                 train(config, resume=step > 1)
     train(config, resume=True)

@@ -31,6 +31,19 @@ class Killed(BaseException):
     """Stands for kill -9: nothing is cleaned up."""
 
 
+def die_after_saving(patch: pytest.MonkeyPatch) -> None:
+    """From now on a run is killed after its next step, whether that has left a checkpoint or
+    not.
+    """
+    save = CheckpointKeeper.save_if_due
+
+    def save_and_die(self: CheckpointKeeper, step: int) -> None:
+        save(self, step)
+        raise Killed
+
+    patch.setattr(CheckpointKeeper, "save_if_due", save_and_die)
+
+
 @pytest.fixture
 def lagging(make_config: MakeConfig, write_reward: Callable[[str], str]) -> MakeConfig:
     """Five steps of two updates, with a checkpoint after each."""
@@ -141,18 +154,14 @@ def test_killed_between_any_two_steps_and_resumed_it_leaves_the_same_bytes(
 ) -> None:
     whole = lagging(lag, output=tmp_path / "whole", precision=precision)
     train(whole)
-    expected, save = outcome(whole.output), CheckpointKeeper.save_if_due
+    expected = outcome(whole.output)
     waiting = sum(name.endswith("pending.safetensors") for name in expected)
     assert waiting == (STEPS - 1 if lag else 0)
-
-    def save_and_die(self: CheckpointKeeper, step: int) -> None:
-        save(self, step)
-        raise Killed
 
     config = lagging(lag, precision=precision)
     for step in range(1, STEPS + 1):
         with monkeypatch.context() as patch:
-            patch.setattr(CheckpointKeeper, "save_if_due", save_and_die)
+            die_after_saving(patch)
             with pytest.raises(Killed):
                 train(config, resume=step > 1)
     train(config, resume=True)

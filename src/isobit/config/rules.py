@@ -94,9 +94,6 @@ def _check_free(config: RunConfig) -> None:
         "precision.kv_scales is 'per_tensor', whose scales are set between two batches": (
             config.precision.kv_scales == "per_tensor"
         ),
-        f"algorithm.name is {algorithm.name!r}, whose greedy samples belong to one batch": (
-            algorithm.name == "remax"
-        ),
         "algorithm.dynamic_sampling replaces groups of a batch": algorithm.dynamic_sampling,
     }
     for reason, is_so in reasons.items():

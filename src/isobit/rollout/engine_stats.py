@@ -1,6 +1,7 @@
 """Counts of what an engine has done."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from time import perf_counter
 from typing import Protocol
 
@@ -51,6 +52,11 @@ class EngineStats:
         names = [field.name for field in fields(self) if field.name != "kv_ratio"]
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return EngineStats(**sums, kv_ratio=max(self.kv_ratio, other.kv_ratio))
+
+
+def of_all_ranks(stats: Sequence[EngineStats]) -> EngineStats:
+    """What engines did that worked at the same time: counts added, and the longest time."""
+    return replace(sum(stats, EngineStats()), seconds=max(one.seconds for one in stats))
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,8 +163,10 @@ class OpenGroups:
         while self.engine.has_room and (group := self._begin()) is not None:
             self.groups.append(group)
             self._submit(group)
-        self._note(self.engine.step())
-        self._close()
+        events = self.engine.step()
+        self._note(events)
+        if events:
+            self._close()
 
     def pause(self) -> None:
         """Take the half-done samples out of the engine."""

@@ -32,7 +32,7 @@ removed when all ranks have left, because a note must not go while somebody read
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from time import perf_counter, sleep
 from typing import Any
 
@@ -40,7 +40,7 @@ from isobit.parallel.world import World, decode, encode, is_raised_on_all, run_a
 from isobit.records.text import Completion
 from isobit.records.wire import completions_of, completions_value
 from isobit.rollout.engine import SampleEvent, Sampler, check_is_free, generate
-from isobit.rollout.engine_stats import EngineStats, Periods, Progress
+from isobit.rollout.engine_stats import EngineStats, Periods, Progress, of_all_ranks
 from isobit.rollout.requests import Handle, Request
 
 
@@ -207,8 +207,7 @@ def generate_shared(
         homes |= dict.fromkeys(value["places"], rank)
         if rank != world.rank:
             groups |= _groups_of(value, requests)
-    stats = [EngineStats(**value["stats"]) for value in shares]
-    total = replace(sum(stats, EngineStats()), seconds=max(stat.seconds for stat in stats))
+    total = of_all_ranks([EngineStats(**value["stats"]) for value in shares])
     places = range(len(requests))
     return [groups[index] for index in places], [homes[index] for index in places], total
 

@@ -19,7 +19,7 @@ from isobit.records.schedule import Name
 from isobit.records.text import Group
 from isobit.records.wire import completions_of, completions_value
 from isobit.rollout.engine import Sampler
-from isobit.rollout.engine_stats import EngineStats
+from isobit.rollout.engine_stats import EngineStats, of_all_ranks
 from isobit.rollout.open_groups import OpenGroup, OpenGroups
 from isobit.rollout.requests import Request
 from isobit.rollout.shared import WorkQueue
@@ -130,9 +130,7 @@ class SharedGroups:
         self.open.pause()
         mine = {"stats": asdict(self.open.counted), "kept": self.open.kept_tokens}
         shares = self._world.all_gather(mine)
-        stats = [EngineStats(**one["stats"]) for one in shares]
-        total = sum(stats, EngineStats())
-        total.seconds = max(one.seconds for one in stats)
+        total = of_all_ranks([EngineStats(**one["stats"]) for one in shares])
         return total, sum(one["kept"] for one in shares)
 
     def _turns(self, choose: Choose, watch: Callable[[], None]) -> list[int]:
@@ -140,7 +138,7 @@ class SharedGroups:
         world, queue = self._world, self._queue
         told, next_look = set[int](), 0.0
         whole = {place for place, group in enumerate(self.groups) if group.group is not None}
-        before = frozenset(whole)
+        before, is_new = frozenset(whole), True
         while True:
             if world.size == 1 or perf_counter() >= next_look:
                 if queue.is_stopped:
@@ -150,11 +148,14 @@ class SharedGroups:
                     queue.send_home(0, " ".join(map(str, now)).encode())
                     told |= now
                 if world.rank == 0:
-                    whole.update(int(one) for note in queue.come_home() for one in note.split())
-                    if (places := choose(self._standing(whole))) is not None:
+                    heard = {int(one) for note in queue.come_home() for one in note.split()}
+                    whole |= heard
+                    places = choose(self._standing(whole)) if is_new or heard else None
+                    if places is not None:
                         if world.size > 1:
                             queue.stop()
                         return places
+                    is_new = False
                 next_look = perf_counter() + _LOOK_S
             self.open.turn()
             if not self.open.num_live and world.size > 1:

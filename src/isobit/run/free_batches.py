@@ -23,7 +23,7 @@ import torch
 
 from isobit.config.recipes import RunConfig
 from isobit.data.sampler import PromptSampler
-from isobit.parallel.world import World, decode, encode
+from isobit.parallel.world import World
 from isobit.records.schedule import Bound, Name
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group, Prompt
@@ -35,7 +35,15 @@ from isobit.rollout.open_groups import OpenGroup, cut
 from isobit.rollout.requests import Request
 from isobit.rollout.shared_groups import SharedGroups
 from isobit.run.grading import RecordedGrading
-from isobit.run.pending import GradedBatch, compared_sequences, prompt_of, spread, stale
+from isobit.run.pending import (
+    GradedBatch,
+    compared_sequences,
+    message_tensor,
+    prompt_of,
+    spread,
+    stale,
+    value_of,
+)
 from isobit.store.schedule_record import ScheduledStep, ScheduleRecord
 from isobit.store.waiting_writer import WaitingWriter
 from isobit.training.step import Findings
@@ -128,18 +136,20 @@ class FreeBatches:
         """
         if not self._bound.max_staleness:
             return {}
-        found = dict[Compared, TokenSequence]()
-        wanted = None if recorded is None else {one[:3]: one[3] for one in recorded.compared}
-        for group in self._shared.groups:
-            for sample, completion in sorted(group.samples.items()):
-                name = (*group.name, sample)
-                if wanted is not None and name not in wanted:
-                    continue
-                length = completion.length if wanted is None else wanted[name]
-                sequence = drawn_by(cut(completion, length).sequence, version)
-                if sequence.response_length:
-                    found[(*name, length)] = sequence
-        return found if wanted is not None else dict(spread(list(found.items())))
+        samples = {
+            (*group.name, sample): completion
+            for group in self._shared.groups
+            for sample, completion in sorted(group.samples.items())
+        }
+        if recorded is None:
+            new = {name: one for name, one in samples.items() if version in one.weights_versions}
+            chosen = spread([(*name, one.length) for name, one in new.items()])
+        else:
+            chosen = [one for one in recorded.compared if one[:3] in samples]
+        sequences = {
+            one: drawn_by(cut(samples[one[:3]], one[3]).sequence, version) for one in chosen
+        }
+        return {one: found for one, found in sequences.items() if found.response_length}
 
     def take(self, batch: GradedBatch) -> None:
         """Take the batch of the step, whose groups are graded."""
@@ -244,13 +254,12 @@ class FreeBatches:
         samples = [one.samples[sample] for one in self._kept for sample in sorted(one.samples)]
         if not samples:
             return {}
-        message = bytearray(encode(completions_value(samples)))
-        return {"samples": torch.frombuffer(message, dtype=torch.uint8)}
+        return {"samples": message_tensor(completions_value(samples))}
 
     def restore(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Go on with these groups.  Raises CheckpointError for one of other prompts."""
         message = tensors.get("samples")
-        found = [] if message is None else completions_of(decode(bytes(message.numpy())))
+        found = [] if message is None else completions_of(value_of(message))
         samples = iter(found)
         groups: list[OpenGroup] = []
         for name, visit, begun_after, lengths in state["groups"]:

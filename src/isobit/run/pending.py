@@ -153,9 +153,7 @@ class Pending:
         """Their messages, by the step that learns from them."""
         count = self.state()["count"]
         return {
-            f"batch_{self._first + index}": torch.frombuffer(
-                bytearray(encode(batch_value(self._waiting[index]))), dtype=torch.uint8
-            )
+            f"batch_{self._first + index}": message_tensor(batch_value(self._waiting[index]))
             for index in range(count)
         }
 
@@ -166,7 +164,7 @@ class Pending:
         self._first = state["first"]
         numbers = range(self._first, self._first + state["count"])
         self._waiting = deque(
-            self.batch_of(decode(bytes(tensors[f"batch_{number}"].numpy()))) for number in numbers
+            self.batch_of(value_of(tensors[f"batch_{number}"])) for number in numbers
         )
 
     def batch_of(self, value: Mapping[str, Any]) -> GradedBatch:
@@ -179,6 +177,16 @@ class Pending:
             Comparison(**value["comparison"]),
             value["mismatch"],
         )
+
+
+def message_tensor(value: Mapping[str, Any]) -> torch.Tensor:
+    """A message (``isobit.parallel.world``) as uint8, for a checkpoint."""
+    return torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+
+
+def value_of(message: torch.Tensor) -> Any:
+    """What ``message_tensor`` was given."""
+    return decode(bytes(message.numpy()))
 
 
 def prompt_of(prompts: Mapping[str, Prompt], name: str) -> Prompt:

@@ -147,12 +147,6 @@ class RlRun(Run[RunConfig, RlData]):
         return Learner(estimator, self.replay, self.calibration, config.check.repeat_every)
 
     def _free_batches(self, around: Surroundings) -> FreeBatches:
-        """Raises ConfigError for an algorithm with greedy samples."""
-        if self.algorithm.needs_greedy:
-            raise ConfigError(
-                "the algorithm asks for greedy samples, which belong to one batch, and "
-                "async.max_staleness is set; leave it out, or set async.lag"
-            )
         config, data = self.config, self.data
         like = Request(data.prompts[0], 0, config.training.samples_per_prompt, self.sampling)
         records = around.schedule, around.writer
@@ -398,6 +392,11 @@ def read_rl(recipe: ResolvedRecipe[RunConfig]) -> RlPlan:
     check_packages(config.tracking.services())
     check_run(config)
     algorithm = build_algorithm(config.algorithm, config.rollout.max_new_tokens)
+    if algorithm.needs_greedy and config.asynchrony.max_staleness is not None:
+        raise ConfigError(
+            f"algorithm.name is {config.algorithm.name!r}, whose greedy samples belong to one "
+            "batch, and async.max_staleness is set; leave it out, or set async.lag"
+        )
     if config.teacher is not None and config.teacher.kl != "sampled":
         algorithm = Distilled(algorithm, config.teacher.coefficient)
     source = recipe.source.with_value_head() if algorithm.needs_values else recipe.source

@@ -15,6 +15,7 @@ it had left before; ``isobit replay`` takes those of the run that it repeats.
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -70,11 +71,14 @@ class ScheduleRecord(LineRecord):
     )
 
     def recorded(self, step: int) -> ScheduledStep | None:
-        """The line of a step, where one is still to come; lines of other steps are dropped."""
+        """The line of a step, where one is still to come; lines of other steps, and from a damaged
+        one on, are dropped.
+        """
         if not self._lines:
             return None
-        found = ScheduledStep.of_line(self._lines[0])
-        if found.step == step:
-            return found
+        with suppress(KeyError, TypeError, ValueError):
+            found = ScheduledStep.of_line(self._lines[0])
+            if found.step == step:
+                return found
         self._drop()
         return None
