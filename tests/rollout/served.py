@@ -112,10 +112,12 @@ def altered(address: str, change: Callable[[str, int, bytes], tuple[int, bytes]]
         running.join()
 
 
-def engine_of(policy: Policy, *servers: str, key: str | None = None, **keys: Any) -> HttpEngine:
+def engine_of(
+    policy: Policy, *servers: str, key: str | None = None, run: str | None = None, **keys: Any
+) -> HttpEngine:
     config = RunRolloutConfig(engine="http", servers=servers, **keys)
     bits = environment(policy.device)["bits"]
-    return HttpEngine(policy, config, key, BYTES, SEED, bits)
+    return HttpEngine(policy, config, key, BYTES, SEED, bits, run)
 
 
 def native_of(policy: Policy, **sizes: Any) -> NativeEngine:

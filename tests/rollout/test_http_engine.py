@@ -34,7 +34,7 @@ from tests.rollout.server_runs import check_a_killed_server, left, run_maker, tw
 from tests.rollout.test_exactness import TINY, policy_of, requests
 from tests.run import acting
 from tests.serve.servers import KEY, Running
-from tests.serve.test_runs import STEP, Client, group
+from tests.serve.test_runs import STEP, Client, counts, group
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +118,28 @@ def test_experts_are_drawn_with_their_routings() -> None:
         found = generate(engine_of(policy, server), wanted)
     assert found == generate(native_of(policy), wanted)
     assert all(one.routings for group in found for one in group)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9, "top_k": 20}])
+def test_a_run_that_was_killed_goes_on_with_what_servers_have_drawn(
+    two: list[str], filters: Mapping[str, Any]
+) -> None:
+    """Each token is drawn once, at the server that has the tokens before it."""
+    policy, wanted = policy_of("fp8"), longer(requests(**filters)[:3], 40)
+    killed = engine_of(policy, *two, run="a run")
+    killed.submit(wanted)
+    before = [counts(Client(url)) for url in two]
+    drawn(killed, 12)
+    killed._board.close()  # without a word to the servers
+    resumed = engine_of(policy, *reversed(two), run="a run")
+    found = generate(resumed, wanted)
+    assert found == generate(native_of(policy), wanted)
+    after = [counts(Client(url)) for url in two]
+    tokens = sum(one.length for group in found for one in group)
+    assert sum(one[0] for one in after) - sum(one[0] for one in before) == tokens
+    assert sum(one[1] for one in after) - sum(one[1] for one in before) >= 12
+    assert resumed.stats.generated_tokens == tokens
 
 
 @pytest.mark.exhaustive

@@ -3,18 +3,23 @@
 import json
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from http.client import HTTPConnection
-from typing import Any
+from typing import Any, TypeAlias
+from urllib.request import urlopen
 
 import pytest
 import torch
 
 from isobit.models.weight_deltas import SentWeights, digest_of, files_of, rounded_masters
 from isobit.rollout.engine import generate
-from isobit.serve import runs
+from isobit.rollout.requests import Request
+from isobit.serve import run_samples
 from tests.rollout.served import SEED, native_of, served
 from tests.rollout.test_exactness import policy_of, requests
 
+Drawn: TypeAlias = dict[int, tuple[list[int], list[float]]]
+"""Tokens and log-probabilities by number."""
 STEP: Mapping[str, Any] = {"client": "me", "session": 1, "weights": "", "ask": [], "drop": []}
 
 
@@ -28,6 +33,7 @@ class Client:
         kind = "octet-stream" if isinstance(body, bytes) else "json"
         headers = {"Content-Type": f"application/{kind}", "Authorization": f"Bearer {key}"}
         method = "GET" if body is None else "POST"
+        self._connection.close()  # a server closes it after five idle seconds
         self._connection.request(method, f"/isobit/{path}", sent, headers)
         response = self._connection.getresponse()
         return response.status, json.loads(response.read())
@@ -71,6 +77,13 @@ def group(at: int, numbers: list[int], **sampling: Any) -> dict[str, Any]:
     }
 
 
+def longer(at: int, samples: int) -> Request:
+    """The request that ``group`` asks for with so many tokens as ``LONG``."""
+    request = requests()[at]
+    sampling = replace(request.sampling, max_new_tokens=60)
+    return replace(request, samples=samples, sampling=sampling)
+
+
 def test_samples_are_asked_for_by_tokens_and_keys(
     client: Client, tensors: dict[str, torch.Tensor]
 ) -> None:
@@ -95,30 +108,135 @@ def test_samples_are_asked_for_by_tokens_and_keys(
     ]
 
 
-def test_samples_are_dropped_and_those_of_an_older_session_end(
+LONG = {"max_new_tokens": 60}
+
+
+def told(client: Client, step: Mapping[str, Any], *asked: Mapping[str, Any]) -> Drawn:
+    """What a client is told of the samples that it asks for, until all of them have ended."""
+    drawn: Drawn = {number: ([], []) for one in asked for number in one["numbers"]}
+    live, ask = set(drawn), list(asked)
+    while live:
+        for one in client.get("step", {**step, "ask": ask})["samples"]:
+            drawn[one["number"]][0].extend(one["token_ids"])
+            drawn[one["number"]][1].extend(one["log_probs"])
+            live -= {one["number"]} if "finish_reason" in one else set()
+        ask = []
+    return drawn
+
+
+def counts(client: Client) -> tuple[float, float]:
+    """Tokens that were drawn for runs, and that were told once more."""
+    with urlopen(f"{client.url}/metrics") as answer:
+        lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines())
+    names = "isobit_run_tokens_total", "isobit_kept_tokens_total"
+    return float(lines[names[0]]), float(lines[names[1]])
+
+
+def test_samples_that_are_dropped_are_told_of_no_more(
     client: Client, tensors: dict[str, torch.Tensor]
 ) -> None:
     step = {**STEP, "client": "you", "weights": client.push(tensors)["sha256"]}
-    long = {"max_new_tokens": 200}
-    client.get("step", {**step, "ask": [group(3, [1, 2], **long)]})
-    told = client.get("step", {**step, "drop": [1]})["samples"]
-    assert {one["number"] for one in told} <= {2}
-    later = client.get("step", {**step, "session": 2, "ask": [group(3, [5], **long)]})["samples"]
-    assert {one["number"] for one in later} <= {5}
-    assert client.get("step", {**step, "session": 3})["samples"] == []
-    full = {**step, "session": 4, "ask": [group(3, list(range(12)), **long)]}
-    client.get("step", full)  # all places are free again
-    other = {**step, "client": "third", "ask": [group(3, [1])]}
+    client.get("step", {**step, "ask": [group(3, [1, 2], **LONG)]})
+    found = client.get("step", {**step, "drop": [1]})["samples"]
+    assert {one["number"] for one in found} <= {2}
+
+
+def test_what_a_new_session_does_not_ask_for_leaves_its_place_to_others(
+    client: Client, tensors: dict[str, torch.Tensor]
+) -> None:
+    step = {**STEP, "client": "you", "weights": client.push(tensors)["sha256"]}
+    client.get("step", {**step, "ask": [group(3, list(range(12)), **LONG)]})
+    other = {**step, "client": "third", "ask": [group(2, [1])]}
     status, message = client.refusal("step", other)
     assert (status, message[:24]) == (429, "12 of 12 places are take")
-    client.get("step", {**step, "session": 5})
-    assert client.get("step", other)["samples"] is not None
+    assert client.get("step", {**step, "session": 2})["samples"] == []
+    client.get("step", other)
 
 
-def test_a_silent_client_is_given_up(
+def test_a_client_that_comes_back_is_told_what_was_drawn_meanwhile(
+    client: Client, tensors: dict[str, torch.Tensor]
+) -> None:
+    """It has the prompt alone, or some of the tokens that it had been told; every token is drawn
+    once.  Once more it is told all of it, although nothing is live any more.
+    """
+    step = {**STEP, "client": "back", "weights": client.push(tensors)["sha256"]}
+    (expected,) = generate(native_of(policy_of("fp8")), [longer(0, 3)])
+    before = counts(client)
+    first = client.get("step", {**step, "ask": [group(0, [1, 2, 3], **LONG)]})["samples"]
+    had = {one["number"]: one["token_ids"] for one in first}
+    asked = group(0, [7, 8, 9], **LONG)
+    behind = [
+        {
+            **asked,
+            "token_ids": [*asked["token_ids"], *had.get(number, [])[:2]],
+            "numbers": [number + 6],
+            "keys": [asked["keys"][number - 1]],
+            "sampling": {
+                **asked["sampling"],
+                "max_new_tokens": LONG["max_new_tokens"] - len(had.get(number, [])[:2]),
+            },
+        }
+        for number in (1, 2, 3)
+    ]
+    for session, wanted in ((2, [asked]), (3, behind), (4, behind)):
+        hello = client.get("step", {**step, "session": session})
+        assert set(hello["kept"]) == set(asked["keys"]) and hello["samples"] == []
+        found = told(client, {**step, "session": session}, *wanted)
+        for at, one in enumerate(expected):
+            known = len(wanted[at]["token_ids"]) - len(asked["token_ids"]) if wanted[1:] else 0
+            assert tuple(found[at + 7][0]) == one.token_ids[known:]
+            assert tuple(found[at + 7][1]) == one.log_probs[known:]
+    drawn, kept = (after - one for one, after in zip(before, counts(client), strict=True))
+    assert drawn == sum(one.length for one in expected)
+    assert kept > drawn
+
+
+def test_a_sample_that_was_dropped_goes_on_behind_what_was_drawn(
+    client: Client, tensors: dict[str, torch.Tensor]
+) -> None:
+    """As one that a stop string has ended in a run which was killed then."""
+    step = {**STEP, "client": "dropped", "weights": client.push(tensors)["sha256"]}
+    ((expected,),) = generate(native_of(policy_of("fp8")), [longer(0, 1)])
+    asked, before = group(0, [1], **LONG), counts(client)[0]
+    while not client.get("step", {**step, "ask": [asked]})["samples"]:
+        pass
+    client.get("step", {**step, "drop": [1]})
+    found = told(client, {**step, "session": 2}, asked)
+    assert tuple(found[1][0]) == expected.token_ids and tuple(found[1][1]) == expected.log_probs
+    assert counts(client)[0] - before == expected.length
+
+
+@pytest.mark.parametrize("change", ["key", "tokens", "sampling", "length", "client", "weights"])
+def test_what_differs_in_anything_is_drawn_anew(
+    client: Client, tensors: dict[str, torch.Tensor], change: str
+) -> None:
+    step = {**STEP, "client": f"other {change}", "weights": client.push(tensors)["sha256"]}
+    asked = group(1, [1])
+    told(client, step, asked)
+    before = counts(client)
+    again = {**step, "session": 2}
+    if change == "key":
+        asked["keys"] = [asked["keys"][0] + 1]
+    elif change == "tokens":
+        asked["token_ids"][-1] ^= 1
+    elif change == "sampling":
+        asked["sampling"]["temperature"] = 0.9
+    elif change == "length":
+        asked["sampling"]["max_new_tokens"] += 1
+    elif change == "client":
+        again["client"] = "stranger"
+    else:
+        moved = {name: values * 2 for name, values in tensors.items()}
+        again["weights"] = client.push(moved)["sha256"]
+    found = told(client, again, asked)
+    assert counts(client) == (before[0] + len(found[1][0]), before[1])
+
+
+def test_a_client_that_stays_away_is_given_up(
     tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "SILENT_S", 0.2)
+    monkeypatch.setattr(run_samples, "AWAY_S", 0.2)
+    monkeypatch.setattr(run_samples, "LOOK_S", 0.05)
     with served(places=2) as url:
         client = Client(url)
         step = {**STEP, "weights": client.push(tensors)["sha256"]}
@@ -127,6 +245,36 @@ def test_a_silent_client_is_given_up(
         while (status := client.ask("step", other)[0]) == 429:
             time.sleep(0.02)
         assert status == 200
+        assert client.get("step", {**step, "session": 2})["kept"] == []
+
+
+def test_live_samples_that_are_not_asked_for_again_end(
+    tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_samples, "ASKED_S", 0.05)
+    monkeypatch.setattr(run_samples, "LOOK_S", 0.01)
+    with served(max_sequences=1) as url:
+        client = Client(url)
+        step = {**STEP, "weights": client.push(tensors)["sha256"]}
+        client.get("step", {**step, "ask": [group(3, list(range(9)), max_new_tokens=200)]})
+        client.get("step", {**step, "session": 2})
+        while client.get("step", {**step, "session": 2})["samples"] == []:
+            with urlopen(f"{url}/metrics") as answer:
+                if "isobit_samples_in_place 0.0" in answer.read().decode():
+                    break
+        assert counts(client)[0] < 9 * 200
+
+
+def test_the_oldest_that_have_ended_are_forgotten_beyond_a_size(
+    tensors: dict[str, torch.Tensor], client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_samples, "MOST_KEPT", 50)
+    step = {**STEP, "client": "many", "weights": client.push(tensors)["sha256"]}
+    asked = [group(at, [at]) for at in range(4)]
+    for one in asked:
+        told(client, step, one)
+    kept = client.get("step", {**step, "session": 2})["kept"]
+    assert kept == [key for one in asked[1:] for key in one["keys"]]
 
 
 def test_what_is_refused_says_why(client: Client, tensors: dict[str, torch.Tensor]) -> None:

@@ -108,6 +108,8 @@ class Step(AnswerModel):
     """``/isobit/step``."""
 
     samples: tuple[DrawnSample, ...]
+    kept: tuple[int, ...] = ()
+    """Keys of the samples of which it has kept what it drew by these weights."""
 
     def check_tokens(self, most: int) -> None:
         """Raise AnswerError for a token that is not among the first so many."""

@@ -15,7 +15,7 @@ are looked for here, as episodes are.
 
 import json
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -81,6 +81,7 @@ class HttpEngine(RemoteSamples):
         tokenizer: for text and stop strings; None leaves texts empty.
         seed: of the run; with prompt, visit and sample it fixes the noise.
         bits: the class of this machine's bits, which must be the servers'.
+        run: a name of the run that it has again when it is resumed.
 
     Raises ConfigError for a server that computes something else, and where none answers.
     """
@@ -96,8 +97,9 @@ class HttpEngine(RemoteSamples):
         tokenizer: "PreTrainedTokenizerBase | None",
         seed: int,
         bits: Mapping[str, str],
+        run: str | None = None,
     ) -> None:
-        self._policy, self._patience_s = policy, config.servers_timeout_s
+        self._policy, self._patience_s, self._run = policy, config.servers_timeout_s, run
         self._board = NewsBoard(self._patience_s, policy.config.num_drawn)
         self._servers = self._reach(config.servers, key, bits)
         self._loads = {server: Load() for server in self._servers}
@@ -166,7 +168,7 @@ class HttpEngine(RemoteSamples):
         self, urls: Iterable[str], key: str | None, bits: Mapping[str, str]
     ) -> Sequence[Server]:
         expected = described(self._policy, bits)
-        return [Server(url, key, expected, self._board) for url in urls]
+        return [Server(url, key, expected, self._board, self._run) for url in urls]
 
     def _how_to_start(self) -> str:
         """The command that starts a server."""
@@ -254,8 +256,8 @@ class HttpEngine(RemoteSamples):
         )
 
     def _hand_out(self) -> None:
-        """Give what waits to the servers with the fewest tokens to draw, samples that start from
-        one prompt together.
+        """Give what waits to the servers with the fewest tokens to draw, or to the one that has
+        kept it from before; samples that start from one prompt together.
         """
         waiting = [sample for sample in self._live.values() if sample.handle not in self._number_of]
         if not waiting:
@@ -267,11 +269,16 @@ class HttpEngine(RemoteSamples):
                     fit = [one for one in self._servers if one.is_up and self._room(one) > 0]
                     if not fit:
                         break
-                    server = min(fit, key=lambda one: self._loads[one].tokens)
+                    keys = {sample.key for sample in group}
+                    server = min(fit, key=lambda one: self._preference(one, keys))
                     room = self._room(server)
                     server.ask(self._asked(group[:room], server))
                     group = group[room:]
             self._board.changed.notify_all()
+
+    def _preference(self, server: Server, keys: Collection[int]) -> tuple[bool, int]:
+        """The least for a server that has kept some of the samples, then by the tokens to draw."""
+        return server.kept.isdisjoint(keys), self._loads[server].tokens
 
     def _room(self, server: Server) -> int:
         """A few more than run at once, so that none waits for the next step to be asked."""

@@ -9,8 +9,11 @@
 A server is up once it computes what the run does and holds the run's weights.  It is down where it
 does not answer, answers with a fault of its own (500, 503) or with what is no answer of such a
 server (``isobit.rollout.answers``), or where it answers and has drawn nothing of its samples for
-``rollout.servers_timeout_s``.  The samples that it had are lost to it, and it is asked again after
-1, 2, 4, .. 30 s.  When it answers it gets the weights anew, from what it still holds.
+``rollout.servers_timeout_s``.  Others go on with the samples that it had, and it is asked again
+after 1, 2, 4, .. 30 s.  When it answers it gets the weights anew, from what it still holds.
+
+A server keeps what it drew until it gets other weights, so a run that was killed and is resumed
+asks each for what it has kept.
 """
 
 import json
@@ -19,8 +22,9 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import sha256
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from secrets import token_hex
+from secrets import randbits, token_hex
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -144,16 +148,24 @@ class Server:
         url: ``http://host:port``.
         key: its bearer token, if it has one.
         expected: what the run computes by, in the form of ``/isobit/engine``.
+        run: a name of the run that it has again when it is resumed, for what servers have kept.
     """
 
     def __init__(
-        self, url: str, key: str | None, expected: Mapping[str, Any], board: NewsBoard
+        self,
+        url: str,
+        key: str | None,
+        expected: Mapping[str, Any],
+        board: NewsBoard,
+        run: str | None = None,
     ) -> None:
         self.url, self._key, self._expected, self._board = url, key, expected, board
         self.is_up, self.problem = False, "it has not been asked yet"
         self.sizes: Mapping[str, int] = {}
         self.pushed: list[tuple[bool, int, float]] = []
         """Of each update: whether all weights went, bytes and seconds."""
+        self.kept: frozenset[int] = frozenset()
+        """Keys of samples that it has kept from before."""
         self._weights: VersionedWeights | None = None
         self._asks: list[AskedSamples] = []
         self._drops: list[int] = []
@@ -163,7 +175,8 @@ class Server:
         self._is_full = False
         self._heard_at = 0.0
         """The time at which it last had nothing to draw, or sent a token."""
-        self._client, self._session = token_hex(8), 0
+        self._client = token_hex(8) if run is None else sha256(f"{run} {url}".encode()).hexdigest()
+        self._session = randbits(53)
         self._connection: HTTPConnection | None = None
         self._used_at = 0.0
 
@@ -288,14 +301,17 @@ class Server:
         return taken
 
     def _begin(self, weights: VersionedWeights) -> None:
-        """Have the server hold these weights, with nothing live."""
+        """Have the server hold these weights, in a session that has asked for nothing."""
         if self._live:
             self._session += 1
             self._live.clear()
-            self._step(weights, [], [])
+        answer, kept = self._step(weights, [], []), frozenset[int]()
         if self._held != weights.digest:
             self._push(weights)
+        elif answer is not None:
+            kept = frozenset(answer.kept)
         with self._board.changed:
+            self.kept = kept
             self.is_up = weights is self._weights
         self._board.post(News(note=f"{self.url} samples" if self.problem else None))
         self.problem = ""

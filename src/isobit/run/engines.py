@@ -1,6 +1,8 @@
 """The rollout engine that a recipe names (``rollout.engine``)."""
 
 import os
+from pathlib import Path
+from socket import gethostname
 
 from isobit.config.rollout import RolloutConfig, RunRolloutConfig
 from isobit.memory.cache_size import choose_num_pages
@@ -12,15 +14,20 @@ from isobit.util.errors import ConfigError
 from isobit.util.option_secrets import ENVIRONMENT
 
 
-def make_engine(model: LoadedModel, rollout: RolloutConfig, seed: int) -> RolloutEngine:
-    """What ``rollout.engine`` names.  Raises ConfigError where it cannot be had."""
+def make_engine(
+    model: LoadedModel, rollout: RolloutConfig, seed: int, output: Path
+) -> RolloutEngine:
+    """What ``rollout.engine`` names, for a run in the directory ``output``.  Raises ConfigError
+    where it cannot be had.
+    """
     if not isinstance(rollout, RunRolloutConfig) or rollout.engine == "native":
         return NativeEngine(model.policy, rollout, model.tokenizer, seed)
     if rollout.engine == "http":
         from isobit.rollout.http_engine import HttpEngine
 
         bits = environment(model.policy.device)["bits"]
-        return HttpEngine(model.policy, rollout, _server_key(rollout), model.tokenizer, seed, bits)
+        key, run = _server_key(rollout), f"{gethostname()}:{output.resolve()}"
+        return HttpEngine(model.policy, rollout, key, model.tokenizer, seed, bits, run)
     if rollout.servers:
         from isobit.rollout.vllm_server import VllmServers
 

@@ -119,9 +119,9 @@ class ApiServer:
         self._prompts = PromptReader(model, reader, settings.chat)
         self._reading = ThreadPoolExecutor(1, "tokenizer")
         self.gate = Gate(settings.max_live)
-        if updates is not None:
-            updates.runs.gate = self.gate
         self.metrics = Metrics(thread, self.gate)
+        if updates is not None:
+            updates.runs.open(self.gate, self.metrics)
         tokenizer = model.tokenizer
         self.spelling = Spelling(
             lru_cache(1 << 18)(lambda token: decode(tokenizer, [token], special=True))

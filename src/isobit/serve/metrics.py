@@ -21,6 +21,8 @@ class Metrics:
         self.requests = Counter("requests", "Requests, by status", ["route", "status"], **where)
         self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **where)
         self.tokens = Counter("generated_tokens", "Tokens drawn", **where)
+        self.run_tokens = Counter("run_tokens", "Tokens drawn for runs", **where)
+        self.kept_tokens = Counter("kept_tokens", "Of these, told once more to a run", **where)
         self.seconds = Histogram("request_seconds", "Time of what the engine served", **where)
         self.first = Histogram("time_to_first_token_seconds", "Of streams", **where)
         engine = thread.engine
