@@ -1,14 +1,14 @@
-"""Reward models in FP8 and BF16: the agreement of their scores with FP32, and their speed.
+"""Reward models in INT8, FP8 and BF16: the agreement of their scores with FP32, and their speed.
 
-    python -m benchmarks.reward_model agreement [--trained-in fp8,bf16] [--steps 600] --out DIR
-    python -m benchmarks.reward_model speed --precision fp8|bf16 [--shape qwen3-8b]
+    python -m benchmarks.reward_model agreement [--trained-in int8,fp8,bf16] [--steps 600] --out DIR
+    python -m benchmarks.reward_model speed --precision int8|fp8|bf16 [--shape qwen3-8b]
         [--sequences 256] [--length 2048] [--tokens 16384] --out DIR
 
 agreement   on a CPU, in minutes: a reward model is trained from the starter on pairs of right and
             wrong sums (``tools.starter.preferences``), and scores the answers of held-out pairs in
-            FP32, BF16 and FP8.  Rank agreement is Kendall's tau-b over all answers, and the share
-            of pairs that are ranked as in FP32; the error is the root mean square of score - FP32's
-            over the standard deviation of FP32's scores.
+            FP32, BF16, FP8 and INT8.  Rank agreement is Kendall's tau-b over all answers, and the
+            share of pairs that are ranked as in FP32; the error is the root mean square of score -
+            FP32's over the standard deviation of FP32's scores.
 speed       on a card: random weights of a real model's shape score sequences of random tokens;
             seconds from the ids on the host to the scores on the host, the median of three.
             ``--device cpu --shape tiny`` tries the command out.
@@ -45,19 +45,19 @@ from isobit.starter import starter_folder
 from isobit.starter.tasks import problems
 from tools.starter.preferences import preference_pairs
 
-PRECISIONS = ("fp32", "bf16", "fp8")
+PRECISIONS = ("fp32", "bf16", "fp8", "int8")
 
 
 def make_commands() -> Commands:
     commands = Commands(__doc__)
     command = commands.add("agreement", agreement, shape=False)
     precisions = names_of(PRECISIONS, "precisions")
-    command.add_argument("--trained-in", type=precisions, default=["fp8", "bf16"])
+    command.add_argument("--trained-in", type=precisions, default=["int8", "fp8", "bf16"])
     command.add_argument("--steps", type=int, default=600)
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--threads", type=int, default=2)
     command = commands.add("speed", speed)
-    command.add_argument("--precision", choices=("bf16", "fp8"), required=True)
+    command.add_argument("--precision", choices=("bf16", "fp8", "int8"), required=True)
     command.add_argument("--sequences", type=int, default=256)
     command.add_argument("--length", type=int, default=2048)
     command.add_argument("--tokens", type=int, default=16384, help="of a forward")
@@ -81,7 +81,7 @@ def speed(arguments: argparse.Namespace) -> None:
 TRAIN, HELD_OUT, BATCH = 6000, 900, 32
 """Pairs to train on, held-out pairs, and pairs of a step."""
 EXACT = "fp32"
-SCORED_IN = ("bf16", "fp8")
+SCORED_IN = ("bf16", "fp8", "int8")
 
 Pairs = list[dict[str, str]]
 

@@ -338,7 +338,6 @@ def _reward_table(value: Any, held: Held) -> dict[str, Any]:
         "parts": _Whole({} if alone else _parts(value, held)),
         "options": _Whole({}),
         "model": None,
-        "model_precision": "fp8",
         "weight": 1.0,
     }
 

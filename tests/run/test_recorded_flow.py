@@ -55,11 +55,15 @@ def make_run(make_config: MakeConfig) -> MakeConfig:
     return partial(make_config, REWARD)
 
 
-def as_recorded_before(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Give a run's manifest and the manifests of its checkpoints the form of an earlier version."""
+def as_recorded_before(
+    root: Path, change: Callable[[dict[str, Any]], None], table: str = "precision"
+) -> None:
+    """Give a table of a run's manifest and of those of its checkpoints the form of an earlier
+    version.
+    """
     for path in (root / "run.json", *root.glob("checkpoints/*/manifest.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
-        change(content["config"]["precision"])
+        change(content["config"][table])
         if "sha256" in content:
             del content["sha256"]
             content["sha256"] = _json_sha256(content)

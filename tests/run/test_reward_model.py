@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from isobit.commands.dry_run import plan_training
+from isobit.commands.replay import replay
 from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig
+from isobit.config.reward import RewardConfig
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.run import loop as collecting
@@ -19,6 +21,7 @@ from isobit.run.loop import train
 from isobit.run.reward_models import load_model_reward
 from isobit.run.rl_run import read_rl
 from isobit.util.errors import CheckpointError, ModelError
+from tests.run.test_recorded_flow import as_recorded_before
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -27,6 +30,12 @@ def graded_by(config: RunConfig, **reward: Any) -> RunConfig:
     """The run with another table ``reward``."""
     tables = config.model_dump(exclude_unset=True)
     return RunConfig.model_validate(tables | {"reward": reward})
+
+
+def learnt(output: Path) -> list[list[float]]:
+    """The rewards of each step."""
+    lines = [json.loads(line) for line in (output / "rewards.jsonl").open(encoding="utf-8")]
+    return [line["rewards"] for line in lines if line["prompts"][0][0].startswith("train")]
 
 
 def steps(output: Path) -> list[dict[str, Any]]:
@@ -106,11 +115,46 @@ def test_a_folder_that_has_changed_meanwhile_is_refused(
     assert train(longer, resume=True).steps == 2
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_run_of_an_earlier_version_is_graded_in_fp8_to_its_end(
+    make_config: MakeConfig, reward_folder: Path, tmp_path: Path, alone: bool
+) -> None:
+    """Its record names that flow, which its recipe left open."""
+
+    def graded(steps: int, output: Path, **precision: str) -> RunConfig:
+        model: dict[str, Any] = {"model": str(reward_folder), **precision}
+        config = make_config(training={"steps": steps}, checkpoint={"every": 1}, output=output)
+        return graded_by(config, **(model if alone else {"parts": {"liked": model}}))
+
+    def as_before(table: dict[str, Any]) -> None:
+        table["model_precision"] = "fp8"
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train(graded(2, whole, model_precision="fp8"))
+    train(graded(1, cut, model_precision="fp8"))
+    as_recorded_before(cut, as_before, "reward")
+    train(graded(2, cut), resume=True)
+    assert learnt(cut) == learnt(whole)
+    assert replay(cut, 2).differences == []
+    train(graded(1, tmp_path / "now"))
+    assert learnt(tmp_path / "now") != learnt(whole)[:1], "the two flows give other scores"
+
+
+def test_one_precision_serves_all_parts_but_those_that_name_another() -> None:
+    parts = {
+        "first": {"model": "one"},
+        "second": {"model": "two", "model_precision": "bf16"},
+    }
+    named = RewardConfig.model_validate({"model_precision": "fp8", "parts": parts}).named()
+    assert [one.model_precision for one in named.values()] == ["fp8", "bf16"]
+
+
 def test_a_plan_knows_it(make_config: MakeConfig, reward_folder: Path) -> None:
     config = graded_by(make_config(), model=str(reward_folder))
     plan = plan_training(config, read_rl)
     (frozen,) = plan.plan.frozen
-    model = load_model_reward(reward_folder, PrecisionConfig(preset="fp8"))
+    model = load_model_reward(reward_folder, PrecisionConfig())
     held = model.model.policy
     assert plan.memory.size("reward models") == held.num_bytes  # pyright: ignore[reportAttributeAccessIssue]
     assert frozen.shape.score_head

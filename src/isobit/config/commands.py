@@ -52,7 +52,7 @@ class InspectConfig(Strict):
 class ScoringConfig(ChatConfig):
     """The settings of ``isobit eval --reward-model``."""
 
-    precision: PrecisionConfig = PrecisionConfig(preset="fp8")  # as RewardConfig.model_precision
+    precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
     data: OneExampleSource
     tokens_per_batch: int = Field(default=16384, gt=0, le=MAX_COUNT)

@@ -7,7 +7,7 @@ options = { strict = true }           [reward.parts.helpful]
                                       weight = 0.1
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -20,6 +20,7 @@ CODE_SECONDS = 5.0
 """The default of the option ``seconds`` of the grader ``code``."""
 JUDGE_SECONDS = 60.0
 """The same of ``timeout_s`` of ``llm_judge``."""
+ScoringPreset: TypeAlias = Literal["fp8", "int8", "bf16"]
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
@@ -28,8 +29,8 @@ class RewardPart(Strict):
     """The function of this part, as in ``reward.function``."""
     model: HomeName | None = None
     """The reward model of this part, as in ``reward.model``."""
-    model_precision: Literal["fp8", "int8", "bf16"] = "fp8"
-    """Precision of its decoder; the scalar head is BF16 with FP32 sums."""
+    model_precision: ScoringPreset | None = None
+    """Precision of its decoder, by default ``reward.model_precision``."""
     weight: float = Field(default=1.0, ge=-MAX_FACTOR, le=MAX_FACTOR)
     """Weight in the sum: negative for a penalty, 0 for a metric without effect on training."""
     options: dict[str, Any] = Field(default={})
@@ -49,8 +50,10 @@ class RewardConfig(Strict):
     """
     model: HomeName | None = None
     """A reward model's folder or name of the hub, in place of a function."""
-    model_precision: Literal["fp8", "int8", "bf16"] = "fp8"
-    """Precision of its decoder; the scalar head is BF16 with FP32 sums."""
+    model_precision: ScoringPreset = "int8"
+    """Precision of its decoder, or of those of all parts; the scalar head is BF16 with FP32
+    sums.
+    """
     weight: float = Field(default=1.0, ge=-MAX_FACTOR, le=MAX_FACTOR)
     """Factor of the reward."""
     parts: dict[PartName, RewardPart] = Field(default={})
@@ -73,9 +76,16 @@ class RewardConfig(Strict):
     """
 
     def named(self) -> dict[str, RewardPart]:
-        """The rewards by name: the parts, or the one of this table as ``reward``."""
+        """The rewards by name, each with its precision: the parts, or the one of this table as
+        ``reward``.
+        """
         if self.parts:
-            return dict(self.parts)
+            return {
+                name: part.model_copy(
+                    update={"model_precision": part.model_precision or self.model_precision}
+                )
+                for name, part in self.parts.items()
+            }
         return {
             WHOLE: RewardPart(
                 function=self.function if self.model is None else None,

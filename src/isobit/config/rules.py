@@ -275,7 +275,7 @@ def check_reward(reward: RewardConfig) -> None:
     defaults = RewardConfig()
     _check_seconds(reward)
     if reward.parts:
-        for key in ("function", "model", "model_precision", "options", "weight"):
+        for key in ("function", "model", "options", "weight"):
             if getattr(reward, key) != getattr(defaults, key):
                 raise ConfigError(
                     f"reward.{key} is {getattr(reward, key)!r}, but reward.parts names several "

@@ -1,7 +1,7 @@
 """A recipe with what it names, resolved once at a run's start and handed on.
 
     resolve     the model's folder, config and tokenizer, and the folders of reward models
-    as_begun    the date that chat templates write, and the flow that the recipe does not name; of
+    as_begun    the date that chat templates write, and the flows that the recipe does not name; of
                 a resumed run those that it had
     settled     what model and data decide where the recipe leaves it open
 
@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 from isobit.config.base import MAX_STEPS
 from isobit.config.data import ChatConfig
 from isobit.config.load import build
 from isobit.config.precision import PrecisionConfig, recorded_precision
 from isobit.config.recipes import RunConfig, SftConfig
+from isobit.config.reward import RewardConfig, RewardPart, ScoringPreset
 from isobit.config.tables import ON_MISMATCH
 from isobit.data.chat_template import reads_clock
 from isobit.models.config import ModelConfig
@@ -37,6 +38,7 @@ from isobit.util.plain_files import read_plain
 
 Chat = TypeVar("Chat", bound=ChatConfig)
 AnyRecipe = TypeVar("AnyRecipe", bound=RunConfig | SftConfig)
+AnyReward = TypeVar("AnyReward", RewardConfig, RewardPart)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +76,12 @@ def resolve(config: AnyRecipe, weights: bool = True) -> ResolvedRecipe[AnyRecipe
 def as_begun(
     recipe: ResolvedRecipe[AnyRecipe], resume: bool, world: World = ALONE
 ) -> ResolvedRecipe[AnyRecipe]:
-    """The recipe with the date of its run, when that began, and with its flow, where the recipe
-    names none, if it is resumed.
+    """The recipe with the date of its run, when that began, and with its flow and those of its
+    reward models, where the recipe names none, if it is resumed.
     """
-    config = with_flow_of_run(recipe.config, world) if resume else recipe.config
+    config = recipe.config
+    if resume:
+        config = with_scoring_of_run(with_flow_of_run(config, world), world)
     folder = recipe.source.described.folder
     known = partial(_saved_date, RunDirectory(config.output)) if resume else lambda: None
     folders = recipe.reward_models.values()
@@ -140,6 +144,30 @@ def with_flow_of_run(config: AnyRecipe, world: World = ALONE) -> AnyRecipe:
     table = {key: ran[key] for key in _FORMERLY_OTHERS if key not in named} | named
     precision = build(PrecisionConfig, table, f"the precision of the run in {config.output}")
     return config.model_copy(update={"precision": precision})
+
+
+def with_scoring_of_run(config: AnyRecipe, world: World = ALONE) -> AnyRecipe:
+    """A recipe whose reward models score in the flows that the run in its directory has, where it
+    names none: those of earlier versions scored in ``fp8`` by default.
+    """
+    saved = broadcast(world, lambda: _saved(RunDirectory(config.output), "reward"))
+    if config.reward is None or not isinstance(saved, Mapping):
+        return config
+    of_parts = saved.get("parts")
+    parts = {
+        name: _scored_as(part, of_parts.get(name) if isinstance(of_parts, Mapping) else None)
+        for name, part in config.reward.parts.items()
+    }
+    reward = _scored_as(config.reward, saved).model_copy(update={"parts": parts})
+    return config.model_copy(update={"reward": reward})
+
+
+def _scored_as(reward: AnyReward, saved: Any) -> AnyReward:
+    if not isinstance(saved, Mapping) or "model_precision" in reward.model_fields_set:
+        return reward
+    if (preset := saved.get("model_precision")) not in get_args(ScoringPreset):
+        return reward
+    return reward.model_copy(update={"model_precision": preset})
 
 
 def with_check_of_run(

@@ -176,6 +176,6 @@ def _models(
     """The folder and the flow of each part that is a model, by its name."""
     parts = reward.named() if reward is not None and folders else {}
     return {
-        name: (folder, PrecisionConfig(preset=parts[name].model_precision))
+        name: (folder, PrecisionConfig.model_validate(parts[name].model_precision))
         for name, folder in folders.items()
     }
