@@ -472,8 +472,12 @@ def test_a_run_by_servers_leaves_the_bytes_of_a_native_one_though_one_is_killed(
         ({"rollout": {"server_key": "env:KEY"}}, "servers and server_key say where it samples"),
         ({"rollout": {"engine": "http", "servers": ["http://a:1"] * 2}}, "names a server twice"),
         (
-            {"rollout": {"engine": "http", "servers": ["http://a:1"]}, "cluster": {"processes": 2}},
-            "runs in the process of a run",
+            {
+                "rollout": {"engine": "http", "servers": ["http://a:1"]},
+                "cluster": {"processes": 2, "rollouters": 1},
+                "async": {"lag": 1},
+            },
+            "sample instead of it",
         ),
         (
             {

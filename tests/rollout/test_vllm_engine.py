@@ -300,7 +300,7 @@ def test_a_rollout_table_of_python_code_is_taken(make_config: Callable[..., RunC
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"rollout": {"engine": "vllm"}, "cluster": {"processes": 2}}, "runs in the process of a"),
+        ({"rollout": {"engine": "vllm"}, "cluster": {"processes": 2}}, "a run of one process"),
         (
             {
                 "rollout": {"engine": "vllm"},

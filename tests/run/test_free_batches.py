@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Event, current_thread
 from typing import Any
@@ -22,14 +23,14 @@ from isobit.run.free_batches import FreeBatches
 from isobit.run.loop import train
 from isobit.run.rollouter_process import train_by_ranks
 from isobit.training.step import Learner
-from isobit.util.errors import ConfigError
+from isobit.util.errors import ConfigError, PeerError
 from tests.rollout.served import served
 from tests.run.test_lag import REWARD, Killed, die_after_saving, outcome, steps_of
 from tests.run.test_ranks import write_model
 from tests.run.test_rollouters import config_of
 from tests.serve.servers import KEY
 from tests.tiny import json_lines
-from tests.worlds import in_world
+from tests.worlds import free_port, in_world
 
 MakeConfig = Callable[..., RunConfig]
 STEPS = 6
@@ -232,7 +233,9 @@ def test_what_it_cannot_have_is_refused_by_name(
 
 def work(world: World, case: dict[str, Any]) -> None:
     """A run of this part of a world, and what it goes on with."""
-    rollout = {"max_new_tokens": 9, "max_sequences": 5}
+    rollout: dict[str, Any] = {"max_new_tokens": 9, "max_sequences": 5}
+    if servers := case.get("servers"):
+        rollout |= {"engine": "http", "servers": servers, "server_key": "env:SERVER_KEY"}
     more = {"async": {"max_staleness": case["max_staleness"]}, "rollout": rollout}
     config = config_of({**case, "lag": 0, "algorithm": {"name": "grpo"}, "more": more})
     train_by_ranks(config, resume=case.get("resume", False), world=world)
@@ -262,6 +265,66 @@ def test_ranks_without_staleness_leave_the_bytes_of_one_process(tmp_path: Path) 
     several = {**case, "output": "several", "max_staleness": 0}
     in_world(2, "tests.run.test_free_batches:work", several)
     assert left_by(tmp_path / "several") == left_by(tmp_path / "one")
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("staleness", [2, None])
+def test_ranks_train_together_with_servers_of_their_own(
+    staleness: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of them has two.  Without staleness they leave the bytes of one process without
+    servers, and with it those that this process repeats; also after a resume with other ranks.
+    """
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    write_model(tmp_path, "dense")
+    case = {"folder": str(tmp_path), "output": "several", "max_staleness": staleness, "steps": 3}
+    with ExitStack() as stack:
+        urls = [stack.enter_context(served("int8", read_config(tmp_path / "dense"))) for _ in range(3)]
+        by_servers = {**case, "servers": urls}
+        in_world(2, "tests.run.test_free_batches:work", by_servers)
+        work(ALONE, {**by_servers, "steps": 4, "resume": True})
+    root = tmp_path / "several"
+    assert [line["log_prob_diff/tokens_differing"] for line in steps_of(root)] == [0] * 4
+    if staleness is not None:
+        assert any(any(counts) for line in schedule_of(root) for *_, counts in line["drawn"])
+        assert replay(root, say=lambda _: None).differences == []
+        return
+    one = {**case, "output": "one"}
+    work(ALONE, one)
+    work(ALONE, {**one, "steps": 4, "resume": True})
+    assert left_by(root) == left_by(tmp_path / "one")
+
+
+def test_a_server_for_each_process_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    write_model(tmp_path, "dense")
+    servers = ["http://127.0.0.1:1"]
+    case = {"folder": str(tmp_path), "output": "run", "max_staleness": 1, "steps": 1}
+    found = in_world(2, "tests.run.test_free_batches:refused", {**case, "servers": servers})
+    assert all("names 1, and the run has 2 processes" in one for one in found)
+
+
+def test_a_server_that_is_not_there_is_told_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    write_model(tmp_path, "dense")
+    case = {"folder": str(tmp_path), "output": "run", "max_staleness": 1, "steps": 1}
+    with served("int8", read_config(tmp_path / "dense")) as there:
+        servers = [there, f"http://127.0.0.1:{free_port()}"]
+        found = in_world(2, "tests.run.test_free_batches:refused", {**case, "servers": servers})
+    assert all("none of rollout.servers answers" in one for one in found)
+
+
+def refused(world: World, case: dict[str, Any]) -> str:
+    """What a rank says of a run that cannot begin."""
+    try:
+        work(world, case)
+    except (ConfigError, PeerError) as error:
+        return str(error)
+    raise AssertionError("it has begun")
 
 
 def test_an_error_while_it_samples_leaves_what_was_open(

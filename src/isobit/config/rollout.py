@@ -71,7 +71,7 @@ class RunRolloutConfig(RolloutConfig):
     """Further arguments of ``vllm.LLM``, for example ``{ enforce_eager = true }``."""
     servers: tuple[ServerAddress, ...] = ()
     """The servers at which the engine http samples, such as ``["http://host:8000"]``; with the
-    engine vllm, vLLM's own servers.
+    engine vllm, vLLM's own servers.  Each process of a run has some for itself.
     """
     server_key: Annotated[str, Field(pattern=r"^env:[A-Za-z_]\w*$")] | None = None
     """``env:NAME``: the variable of the environment with the servers' key."""

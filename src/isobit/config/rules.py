@@ -144,11 +144,7 @@ def check_engine(config: RunConfig) -> None:
             f"rollout.speculation is the native engine's, and rollout.engine is {engine!r}; leave "
             "it out, and give it to each server of Isobit's as --rollout.speculation"
         )
-    if cluster.is_launched or cluster.rollouters:
-        raise ConfigError(
-            f"rollout.engine is {engine!r}, which runs in the process of a run that has "
-            "one, and cluster asks for others; leave it out, or set rollout.engine = 'native'"
-        )
+    _check_processes(engine, cluster)
     if config.training.old_log_probs == "recorded" and not rollout.is_exact:
         raise ConfigError(
             f"training.old_log_probs is 'recorded', and rollout.engine = {engine!r} "
@@ -161,6 +157,20 @@ def check_engine(config: RunConfig) -> None:
         )
     if len(set(rollout.servers)) < len(rollout.servers):
         raise ConfigError("rollout.servers names a server twice; name each once")
+
+
+def _check_processes(engine: str, cluster: ClusterConfig) -> None:
+    """Refuse processes that do not go with an engine elsewhere."""
+    if cluster.rollouters:
+        raise ConfigError(
+            f"rollout.engine is {engine!r}, and cluster.rollouters {cluster.rollouters}, which "
+            "sample instead of it; leave one of them out"
+        )
+    if engine == "vllm" and cluster.is_launched:
+        raise ConfigError(
+            "rollout.engine is 'vllm', which samples for a run of one process, and cluster asks "
+            "for several; leave these out, or set rollout.engine to 'native' or 'http'"
+        )
 
 
 def check_own_engine(cluster: ClusterConfig) -> None:

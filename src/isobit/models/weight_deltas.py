@@ -63,12 +63,13 @@ def rounded_masters(
 ) -> Iterator[tuple[str, torch.Tensor, dict[str, torch.Tensor]]]:
     """The numbers that a publication quantises, by name, on the host: masters in BF16, or in FP32
     in the flow ``fp32``, without a value head, which only trains.  With each its change from
-    ``before`` (``rounded``).
+    ``before`` (``rounded``).  All ranks of the policy's world take them together.
     """
     dtype = torch.float32 if policy.flow.preset == "fp32" else torch.bfloat16
-    for name, master in policy.masters.items():
+    for name in policy.masters:
         if not name.startswith("value_head."):
-            yield name, *rounded(master, dtype, None if before is None else before[name])
+            old = None if before is None else before[name]
+            yield name, *rounded(policy.whole_master(name), dtype, old)
 
 
 def rounded(
@@ -216,7 +217,7 @@ class SentWeights:
 
     @classmethod
     def of(cls, policy: Policy, before: "SentWeights | None" = None) -> "SentWeights":
-        """The weights that the policy has published last."""
+        """The weights that the policy has published last.  All ranks of its world call it."""
         tensors, change = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         held = None if before is None else before.tensors
         for name, tensors[name], changed in rounded_masters(policy, held):

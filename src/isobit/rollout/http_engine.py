@@ -27,6 +27,7 @@ from isobit.config.rollout import RunRolloutConfig
 from isobit.models.function import LogProbFunction, function_of
 from isobit.models.policy import Policy
 from isobit.models.weight_deltas import SentWeights
+from isobit.parallel.world import ALONE, World, run_on_all
 from isobit.rollout.answers import DrawnSample, UnavailableError
 from isobit.rollout.remote_samples import RemoteSamples
 from isobit.rollout.requests import EngineLimits, Handle
@@ -82,8 +83,10 @@ class HttpEngine(RemoteSamples):
         seed: of the run; with prompt, visit and sample it fixes the noise.
         bits: the class of this machine's bits, which must be the servers'.
         run: a name of the run that it has again when it is resumed.
+        world: of the policy; each rank has an engine, with other servers.
 
-    Raises ConfigError for a server that computes something else, and where none answers.
+    Raises ConfigError, on all ranks, for a server that computes something else, and where none of
+    a rank's answers.
     """
 
     tells_routings = True
@@ -98,18 +101,26 @@ class HttpEngine(RemoteSamples):
         seed: int,
         bits: Mapping[str, str],
         run: str | None = None,
+        world: World = ALONE,
     ) -> None:
         self._policy, self._patience_s, self._run = policy, config.servers_timeout_s, run
         self._board = NewsBoard(self._patience_s, policy.config.num_drawn)
         self._servers = self._reach(config.servers, key, bits)
         self._loads = {server: Load() for server in self._servers}
-        notes = self._check_servers()
+        notes = run_on_all(world, self._check_servers)
         sizes = [one.sizes for one in self._servers if one.sizes]
+        of_ranks = world.all_gather(
+            {
+                "context": min(one.get("context", policy.config.max_positions) for one in sizes),
+                "pages": min(one["pages"] for one in sizes),
+                "page_tokens": max(one["page_tokens"] for one in sizes),
+            }
+        )
         limits = EngineLimits(
-            min(size.get("context", policy.config.max_positions) for size in sizes),
+            min(one["context"] for one in of_ranks),
             policy.config.vocab_size,
-            min(size["pages"] for size in sizes),
-            max(size["page_tokens"] for size in sizes),
+            min(one["pages"] for one in of_ranks),
+            max(one["page_tokens"] for one in of_ranks),
             tokenizer is not None,
         )
         super().__init__(limits, seed, tokenizer)
@@ -141,12 +152,12 @@ class HttpEngine(RemoteSamples):
         return len(self._live) == len(self._there)
 
     def figures(self) -> dict[str, Any]:
-        """The sizes of the smallest server's cache."""
+        """The sizes of the smallest server's cache, of all ranks."""
         limits = self._limits
         return {"kv_pages": limits.num_pages, "page_tokens": limits.page_tokens}
 
     def take_weights(self) -> None:
-        """Have the servers hold what was published last."""
+        """Have the servers hold what was published last.  All ranks together."""
         with self._all_or_nothing():
             self._update()
 

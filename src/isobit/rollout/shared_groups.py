@@ -74,8 +74,7 @@ class SharedGroups:
         self, choose: Choose, watch: Callable[[], None], stays: bool = False
     ) -> tuple[list[int], list[int]]:
         """Draw until ``choose`` has chosen.  -> The places that it has, and the rank that has each
-        whole group's last sample.  With ``stays``, of one rank, half-done samples stay in the
-        engine.
+        whole group's last sample.  With ``stays`` half-done samples stay in the engines.
 
         Raises what an engine or ``watch`` raises, on all ranks.
         """
@@ -129,7 +128,11 @@ class SharedGroups:
         """
         self.open.pause()
         mine = {"stats": asdict(self.open.counted), "kept": self.open.kept_tokens}
+        if self._world.size > 1:
+            mine |= self._drawn_of(list(enumerate(self.groups)))
         shares = self._world.all_gather(mine)
+        if self._world.size > 1:
+            _take_over(self.groups, shares, self._world.rank)
         total = of_all_ranks([EngineStats(**one["stats"]) for one in shares])
         return total, sum(one["kept"] for one in shares)
 
@@ -197,14 +200,15 @@ class SharedGroups:
 
     def _mine(self) -> dict[str, Any]:
         """What this rank has drawn in the step, as a message."""
-        mine = [
-            (place, group)
-            for place, group in zip(self._places(), self.groups, strict=True)
-            if group.home == self._world.rank
-        ]
+        placed = list(zip(self._places(), self.groups, strict=True))
+        return {"dealt": len(self._dealt), **self._drawn_of(placed)}
+
+    def _drawn_of(self, placed: Sequence[tuple[int, OpenGroup]]) -> dict[str, Any]:
+        """The samples of this rank's groups, which have these places, outside of its engine."""
+        mine = [(place, group) for place, group in placed if group.home == self._world.rank]
         samples = [(place, one, group) for place, group in mine for one in sorted(group.samples)]
         return {
-            "dealt": len(self._dealt),
+            "places": [place for place, _ in mine],
             "names": [(place, sample) for place, sample, _ in samples],
             **completions_value([group.samples[sample] for _, sample, group in samples]),
         }
@@ -234,13 +238,20 @@ class SharedGroups:
         for index, request in enumerate(self._dealt):
             place = self._first + index
             groups.append(here.get(place) or OpenGroup(request, self._done, place=place))
-        for rank, share in enumerate(shares):
-            if rank == self._world.rank:
-                continue
-            names = zip(share["names"], completions_of(share), strict=True)
-            for (place, sample), completion in names:
-                groups[place].home = rank
-                groups[place].samples[sample] = completion
-        for group in groups:
-            group.close_if_whole()
-        self.open.groups = groups
+        _take_over(groups, shares, self._world.rank)
+        self.open.groups, self._limit = groups, 0  # no rank begins others by itself
+
+
+def _take_over(
+    groups: Sequence[OpenGroup], shares: Sequence[Mapping[str, Any]], own_rank: int
+) -> None:
+    """Give groups, by their places, the samples that other ranks have drawn of them."""
+    for rank, share in enumerate(shares):
+        if rank == own_rank:
+            continue
+        for place in share["places"]:
+            groups[place].home, groups[place].samples = rank, {}
+        for (place, sample), completion in zip(share["names"], completions_of(share), strict=True):
+            groups[place].samples[sample] = completion
+    for group in groups:
+        group.close_if_whole()

@@ -2,11 +2,11 @@
 
 import os
 from pathlib import Path
-from socket import gethostname
 
 from isobit.config.rollout import RolloutConfig, RunRolloutConfig
 from isobit.memory.cache_size import choose_num_pages
 from isobit.models.folder import LoadedModel
+from isobit.parallel.world import World
 from isobit.rollout.engine import RolloutEngine
 from isobit.rollout.native import NativeEngine
 from isobit.store.manifest import environment
@@ -15,10 +15,10 @@ from isobit.util.option_secrets import ENVIRONMENT
 
 
 def make_engine(
-    model: LoadedModel, rollout: RolloutConfig, seed: int, output: Path
+    model: LoadedModel, rollout: RolloutConfig, seed: int, output: Path, world: World
 ) -> RolloutEngine:
-    """What ``rollout.engine`` names, for a run in the directory ``output``.  Raises ConfigError
-    where it cannot be had.
+    """What ``rollout.engine`` names, for a run in the directory ``output``; every rank of its world
+    has servers of its own.  Raises ConfigError where it cannot be had.
     """
     if not isinstance(rollout, RunRolloutConfig) or rollout.engine == "native":
         return NativeEngine(model.policy, rollout, model.tokenizer, seed)
@@ -26,8 +26,15 @@ def make_engine(
         from isobit.rollout.http_engine import HttpEngine
 
         bits = environment(model.policy.device)["bits"]
-        key, run = _server_key(rollout), f"{gethostname()}:{output.resolve()}"
-        return HttpEngine(model.policy, rollout, key, model.tokenizer, seed, bits, run)
+        key, run = _server_key(rollout), f"{world.host}:{output.resolve()}"
+        if len(rollout.servers) < world.size:
+            raise ConfigError(
+                f"rollout.servers names {len(rollout.servers)}, and the run has {world.size} "
+                "processes, each of which samples at servers of its own: start as many servers "
+                "as processes, or lower cluster.processes"
+            )
+        own = rollout.model_copy(update={"servers": rollout.servers[world.rank :: world.size]})
+        return HttpEngine(model.policy, own, key, model.tokenizer, seed, bits, run, world)
     if rollout.servers:
         from isobit.rollout.vllm_server import VllmServers
 

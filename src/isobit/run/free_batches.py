@@ -13,7 +13,7 @@ groups are drawn as that says, and the step learns from the same ones.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ import torch
 
 from isobit.config.recipes import RunConfig
 from isobit.data.sampler import PromptSampler
-from isobit.parallel.world import World
+from isobit.parallel.world import World, run_on_all
 from isobit.records.schedule import Bound, Name
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group, Prompt
@@ -83,6 +83,7 @@ class FreeBatches:
         self._engine, self._sampler, self._like = engine, sampler, like
         self._prompts, self._record, self._writer = prompts, record, writer
         self._grading: RecordedGrading | None = None
+        self._world = world
         self._shared = SharedGroups(world, engine, self._next_request, self._submit)
         self._batch: GradedBatch | None = None
         self._names: tuple[Name, ...] = ()
@@ -181,9 +182,9 @@ class FreeBatches:
     @contextmanager
     def beside(self) -> Iterator[None]:
         """A block in which the step learns.  Servers sample on meanwhile, by the weights that they
-        have; an error of theirs is raised at the end.
+        have; an error of theirs is raised at the end, on all ranks.
         """
-        engine, opened = self._engine, self._shared.open
+        engine, opened, world = self._engine, self._shared.open, self._world
         if not isinstance(engine, HttpEngine) or self._record.is_ahead:
             yield
             return
@@ -207,8 +208,7 @@ class FreeBatches:
             finally:
                 ended.set()
                 thread.join()
-            if errors:
-                raise errors[0]
+            run_on_all(world, lambda: _raise_first(errors))
 
     def end_step(self, step: int) -> None:
         """Note the line of a step that is done, and what a checkpoint holds after it.  Raises
@@ -269,6 +269,11 @@ class FreeBatches:
             groups.append(group)
         self._shared.open.groups = groups
         self._kept = [group.copy() for group in groups]
+
+
+def _raise_first(errors: Sequence[BaseException]) -> None:
+    if errors:
+        raise errors[0]
 
 
 def drawn_by(sequence: TokenSequence, version: int) -> TokenSequence:

@@ -186,7 +186,7 @@ def rollout(run: RlRun, count: int) -> GradedBatch:
 
         watched = run.interruption.watched(watch)
         completions, ranks, stats = run.generate(requests_of_all, watched, submit)
-    run.console.notes(run.engine.notes())
+    run.console.notes(run.notes())
     groups = [submitted.get(index) or group_of(index, of) for index, of in enumerate(completions)]
     check_sampled(groups, stats.generated_tokens)
     run.check_noise(requests_of_all, completions)
@@ -204,7 +204,7 @@ def sample_freely(run: RlRun, free: FreeBatches, step: int) -> GradedBatch:
     with run.clock("rollout"), run.console.generating("rollout") as progress:
         watched = run.interruption.watched(progress)
         groups, ranks = free.sample(step, version, run.grading, watched)
-    run.console.notes(run.engine.notes())
+    run.console.notes(run.notes())
     run.check_noise_of(version, groups)
     with run.clock("grading"), run.console.busy("grading"):
         return GradedBatch(groups, run.grading(groups, ranks), EngineStats())

@@ -197,6 +197,10 @@ class RlRun(Run[RunConfig, RlData]):
             f"corrections: {names}"
         ]
 
+    def notes(self) -> list[str]:
+        """Lines of the engines of all ranks since the last call.  All ranks together."""
+        return [note for notes in self.world.all_gather(self.engine.notes()) for note in notes]
+
     def next_requests(self, count: int) -> list[Request]:
         """The next ``count`` prompts, as the engine takes them."""
         samples = self.config.training.samples_per_prompt

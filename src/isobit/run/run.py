@@ -115,7 +115,7 @@ class Run(ABC, Generic[Config, Data]):
         self.model = plan.source.load(config.precision, config.seed, device, world, learns, slots)
         self._engine: RolloutEngine | None = None
         if plan.generates:
-            self._engine = make_engine(self.model, rollout, config.seed, config.output)
+            self._engine = make_engine(self.model, rollout, config.seed, config.output, world)
         policy, folder = self.model.policy, self.model.folder
         self.teacher = load_teacher(config, policy, folder) if learns else None
         self.trainer = Trainer(
