@@ -41,6 +41,7 @@ DENSE: tuple[Family, ...] = (
     "phi3",
     "olmo2",
     "olmo3",
+    "gemma3_text",
 )
 MIXTURES: tuple[Family, ...] = ("mixtral", "qwen3_moe")
 ORIGINAL, LENGTHS = 32, (70, 3)
@@ -103,10 +104,13 @@ def configurations(draw: st.DrawFn, families: Sequence[Family]) -> "PreTrainedCo
     if windows == "layer types":
         kinds = st.sampled_from(["sliding_attention", "full_attention"])
         values["layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
-        plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        thetas = [rope["rope_theta"]] if family == "olmo3" else [1e4, 1e6]
+        plain = {"rope_type": "default", "rope_theta": draw(st.sampled_from(thetas))}
         rope.pop("truncate", None)  # transformers looks for it beside the two tables
         values["rope_parameters"] = {"full_attention": rope, "sliding_attention": plain}
         values["sliding_window"] = window or 7
+    if family == "gemma3_text":
+        values["query_pre_attn_scalar"] = draw(st.sampled_from([values["head_dim"], 9, 168]))
     if family == "phi3":
         values |= draw(fused(values["num_attention_heads"]))
     if family == "granite":
@@ -196,7 +200,8 @@ def random_model(config: "PreTrainedConfig", seed: int) -> Any:
     model = AutoModelForCausalLM.from_config(config).float().eval()
     for name, parameter in model.named_parameters():
         if name.endswith(("bias", "norm.weight")):
-            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+            centre = float("norm" in name and config.model_type != "gemma3_text")
+            torch.nn.init.normal_(parameter, mean=centre, std=0.3)
     return model
 
 

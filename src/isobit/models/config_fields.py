@@ -1,6 +1,7 @@
 """Strict reading of the values of a ``config.json``."""
 
 import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 from isobit.util.errors import ModelError
@@ -20,6 +21,11 @@ class ConfigFields:
         self.values = values
         self.source = source
         self.within = within
+
+    def filled(self, defaults: Mapping[str, Any]) -> "ConfigFields":
+        """The same with values for keys that are missing."""
+        missing = {key: value for key, value in defaults.items() if not self.has(key)}
+        return ConfigFields(self.values | missing, self.source, self.within)
 
     def integer(self, key: str, least: int, most: int, default: int | None = None) -> int:
         """Required if there is no default."""

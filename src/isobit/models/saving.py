@@ -38,7 +38,7 @@ from isobit.kernels.backend import backend_of
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, checkpoint_shapes
 from isobit.models.master_values import parts_of
-from isobit.models.outliers import about_folded, fold_norms
+from isobit.models.outliers import about_folded, fold_norms, norm_offset
 from isobit.models.policy import Policy
 from isobit.models.quantised_checkpoint import fp8_config, int8_config
 from isobit.models.safetensors import (
@@ -259,7 +259,8 @@ def _folded(
                 yield name, tensors.tensor(next(iter(master.parts))).float()
 
     factors: dict[str, torch.Tensor] = {}  # of columns, and the weights of norms
-    for name, row in fold_norms(rows(), int8.__contains__, channels.append):
+    offset = norm_offset(config)
+    for name, row in fold_norms(rows(), int8.__contains__, channels.append, offset):
         assert isinstance(row, torch.Tensor), "no row is quantised"
         if row.ndim == 1 or bool((row != 1).any()):
             factors |= dict.fromkeys(described[name].parts, row)
@@ -332,7 +333,7 @@ def published_tensors(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     for name, master in policy.decoder.masters().items():
         path = name.rpartition(".")[0]
         if master.kind == "plain":
-            values = weights.plain[name].bfloat16()
+            values = (weights.plain[name] - master.offset).bfloat16()
             is_table = name == policy.decoder.lm_head.master or name.startswith("embed")
             yield next(iter(master.parts)), values[:drawn] if is_table else values
             continue
