@@ -34,6 +34,7 @@ SHAPES = {
     "tied": TIED,
     "untied": replace(TIED, tied_embeddings=False),
     "qwen2": replace(TIED, family="qwen2", hidden_size=160, num_layers=3),
+    "zero-centred norms": replace(TIED, family="gemma3_text"),
     "reward model": replace(TIED, score_head=True),
 }
 PRESETS: list[Preset] = ["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8", "int8-rollout", "int8"]

@@ -316,7 +316,7 @@ def test_a_reward_model_has_no_lm_head(own_memory: Callable[[], Any]) -> None:
 
 
 FP32 = PrecisionConfig(preset="fp32")
-FAMILIES: list[Family] = ["llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "olmo3"]
+FAMILIES: list[Family] = ["llama", "mistral", "qwen2", "qwen3", "phi3", "olmo3", "gemma3_text"]
 LENGTHS_REWARD_MODEL = (5, 70, 1, 33, 128, 129, 17)
 
 

@@ -280,6 +280,7 @@ class ModelConfig:
     def to_hf(self) -> dict[str, Any]:
         """A ``config.json`` that transformers loads."""
         traits = FAMILIES[self.family]
+        key, activation = ACTIVATIONS[traits.gate]
         scores: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         scores |= {"num_labels": 1, "pad_token_id": self.pad_token_id}
         return (scores if self.score_head else {}) | {
@@ -296,7 +297,7 @@ class ModelConfig:
             "head_dim": self.head_dim,
             "max_position_embeddings": self.max_positions,
             "rms_norm_eps": self.rms_epsilon,
-            **dict([ACTIVATIONS[traits.gate]]),
+            key: activation,
             "attention_bias": False,
             "tie_word_embeddings": self.tied_embeddings,
             **rope_json(

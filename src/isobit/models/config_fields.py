@@ -87,6 +87,17 @@ class ConfigFields:
             raise self.refusal(key, "expected an object")
         return ConfigFields(value, self.source, f"{self.within}{key}.") if value else None
 
+    def inner(self, key: str, shared: str) -> "ConfigFields":
+        """The object ``key``, which is required, with this one's value of ``shared``. Raises
+        ModelError where it has another itself.
+        """
+        table, value = self.table(key), self.values.get(shared)
+        if table is None:
+            raise ModelError(f"{self.source}: the key {self.within + key!r} is missing")
+        if value is not None and table.has(shared) and table.values[shared] != value:
+            raise self.refusal(shared, f"{key} has {_SHORT.repr(table.values[shared])}")
+        return table.filled({} if value is None else {shared: value})
+
     def has(self, key: str) -> bool:
         """Whether there is a value that is not null."""
         return self.values.get(key) is not None

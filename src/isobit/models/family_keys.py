@@ -60,28 +60,20 @@ def read_architecture(fields: ConfigFields) -> tuple[Family, bool, ConfigFields]
     known = ARCHITECTURES | REWARD_ARCHITECTURES | OUTER_ARCHITECTURES
     named = fields.list_of("architectures", str) or ["(none)"]
     if len(named) != 1 or named[0] not in known:
-        raise fields.refusal("architectures", f"supported are {', '.join(known)}")
+        supported = f"supported are {', '.join([*ARCHITECTURES, *OUTER_ARCHITECTURES])}"
+        raise fields.refusal(
+            "architectures", f"{supported}, and of most families ...ForSequenceClassification"
+        )
     family = known[named[0]]
     outer = FAMILIES[family].outer
     if outer is not None and named[0] == outer[0]:
         if fields.text("model_type", outer[1]) != outer[1]:
             raise fields.refusal("model_type", f"expected {outer[1]!r}, as architectures says")
-        fields = _read_text_config(fields)
+        fields = fields.inner("text_config", "tie_word_embeddings")
     if fields.text("model_type", family) != family:
         raise fields.refusal("model_type", f"expected {family!r}, as architectures says")
     fields = fields.filled(FAMILIES[family].defaults)
     return family, named[0] in REWARD_ARCHITECTURES, fields
-
-
-def _read_text_config(fields: ConfigFields) -> ConfigFields:
-    """The keys of the decoder inside a larger model, which says itself whether lm_head is tied."""
-    text = fields.table("text_config")
-    if text is None:
-        raise ModelError(f"{fields.source}: the key 'text_config' is missing")
-    key = "tie_word_embeddings"
-    if fields.has(key) and text.has(key) and fields.flag(key, True) != text.flag(key, True):
-        raise fields.refusal(key, f"text_config has {text.flag(key, True)}")
-    return text.filled({key: fields.values[key]} if fields.has(key) else {})
 
 
 def refuse_unsupported(fields: ConfigFields, family: Family) -> None:

@@ -69,13 +69,13 @@ class Master:
     """
     kind: Literal["matrix", "bias", "plain"] = "plain"
     """A linear's matrix [N, K] or bias [N], or a tensor published in the activations' format."""
-    offset: float = 0.0
-    """What is added to a plain tensor's published numbers, which are FP32 then: 1 for norms whose
-    weights have their centre at zero.
-    """
     adapter: Mapping[str, int] = field(default_factory=dict)
     """The tensors in PEFT's files that are concatenated in a matrix of LoRA, which has no
     ``parts``; with their rows.
+    """
+    offset: float = 0.0
+    """What is added to a plain tensor's published numbers, which are FP32 then: 1 for norms whose
+    weights have their centre at zero.
     """
 
     def of_checkpoint(self, values: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ import torch
 
 from isobit.kernels.operands import (
     ExpertGradients,
+    Gate,
     LinearInput,
     LinearWeight,
     RoutedExperts,
@@ -136,7 +137,7 @@ class Mlp:
         self._path = path
         self._layer = layer
         self._hidden = hidden
-        self._gate = FAMILIES[config.family].gate
+        self._gate: Gate = FAMILIES[config.family].gate
         self._norms = UnitNorms.of(config, "mlp", layer, f"{path}.gate_up_proj")
         checkpoint = f"model.{path}.mlp"
         halves = {"gate_proj": width, "up_proj": width}

@@ -35,8 +35,10 @@ import torch
 from isobit.data.stop_tokens import named_stops, stop_token_ids
 from isobit.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from isobit.kernels.backend import backend_of
+from isobit.models.checkpoint import open_checkpoint
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, checkpoint_shapes
+from isobit.models.larger_model import LargerModel, is_larger
 from isobit.models.master_values import parts_of
 from isobit.models.outliers import about_folded, fold_norms, norm_offset
 from isobit.models.policy import Policy
@@ -464,9 +466,14 @@ def write_folder(
     tokenizer_from: Path | None = None,
     limit: int = SHARD_BYTES,
 ) -> dict[str, str]:
-    """Write a model folder, one tensor at a time; -> the SHA-256 of each file of tensors."""
+    """Write a model folder, one tensor at a time; -> the SHA-256 of each file of tensors. What
+    ``tokenizer_from`` has around this decoder is copied.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     described = config.to_hf()
+    larger = None if tokenizer_from is None else _larger_model(tokenizer_from, config)
+    if larger is not None:
+        described, contents = larger.around(described), _beside_rest(larger, contents)
     if tokenizer_from is not None:
         given = {key: value for key, value in described.items() if value is not None}
         described |= _token_ids(tokenizer_from) | given
@@ -475,6 +482,36 @@ def write_folder(
         described["quantization_config"] = contents.quantization
     _write_json(folder / "config.json", described)
     return write_shards(folder, contents.layout, contents.value, limit)
+
+
+def _larger_model(source: Path, decoder: ModelConfig) -> LargerModel | None:
+    """The larger model in a folder that a decoder is a part of, if it is one."""
+    path = source / "config.json"
+    config = json.loads(read_plain(path)) if path.is_file() else {}
+    if not is_larger(config):
+        return None
+    larger = LargerModel.of(config, open_checkpoint(source))
+    return larger if larger.holds(decoder) else None
+
+
+def _beside_rest(larger: LargerModel, contents: Contents) -> Contents:
+    """The tensors of a decoder by their names in a larger model, and the rest of that."""
+    ours = {larger.name(name): name for name in contents.layout}
+    layout = {theirs: contents.layout[name] for theirs, name in ours.items()}
+    for name, one in larger.rest.items():
+        layout[name] = _meta(one.shape, one.mapped.dtype)
+
+    def value(name: str) -> torch.Tensor:
+        return contents.value(ours[name]) if name in ours else larger.rest[name].mapped
+
+    made = contents.quantization
+    return replace(
+        contents,
+        layout=layout,
+        value=value,
+        quantization=None if made is None else larger.quantisation(made),
+        not_whole=tuple(map(larger.name, contents.not_whole)),
+    )
 
 
 def _token_ids(source: Path) -> dict[str, Any]:

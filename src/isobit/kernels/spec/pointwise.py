@@ -106,22 +106,16 @@ _STEEP, _CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715  # of GELU's s
 
 def swiglu(gate_up: torch.Tensor, gate: Gate = "silu") -> torch.Tensor:
     """[T, 2 C] -> [T, C] in the dtype of the input."""
-    product = gated if gate == "silu" else gelu_gated
-    return rounded(product(*gate_up.float().chunk(2, -1)), gate_up.dtype)
+    return rounded(gated(*gate_up.float().chunk(2, -1), gate), gate_up.dtype)
 
 
-def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up in FP32."""
-    return gate / (1.0 + torch.exp(-gate)) * up
+def gated(x: torch.Tensor, up: torch.Tensor, gate: Gate = "silu") -> torch.Tensor:
+    """silu(x) * up, or with another function of the gate, in FP32."""
+    return x / (1.0 + torch.exp(-_exponent(x, gate))) * up
 
 
-def gelu_gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """GELU(gate) * up in FP32."""
-    return gate / (1.0 + torch.exp(-_steepened(gate))) * up
-
-
-def _steepened(gate: torch.Tensor) -> torch.Tensor:
-    return _STEEP * (gate + _CUBIC * (gate * gate * gate))
+def _exponent(x: torch.Tensor, gate: Gate) -> torch.Tensor:
+    return x if gate == "silu" else _STEEP * (x + _CUBIC * (x * x * x))
 
 
 def swiglu_input(
@@ -142,7 +136,7 @@ def swiglu_backward(
     """[T, C] and [T, 2 C] -> the gradient of ``gate_up``, as dY of the linear ``site``."""
     x, up = gate_up.float().chunk(2, -1)
     dy = d_activation.float()
-    sigmoid = 1.0 / (1.0 + torch.exp(-(x if gate == "silu" else _steepened(x))))
+    sigmoid = 1.0 / (1.0 + torch.exp(-_exponent(x, gate)))
     active = x * sigmoid
     slope = active * (1.0 - sigmoid)
     if gate == "gelu_tanh":
