@@ -100,6 +100,11 @@ def test_a_run_leaves_the_tower_as_it_was(made: Path, is_newer: bool, tmp_path: 
         assert torch.equal(after[name].float(), values.float() * (1 if name in kept else 2))
     again = load_policy(tmp_path / "trained", "fp32")
     assert again.config == policy.config
+    written, given = (
+        json.loads((one / "config.json").read_text()) for one in (source, tmp_path / "trained")
+    )
+    assert {**given, "text_config": 0} == {**written, "text_config": 0}
+    assert given["text_config"]["eos_token_id"] == written["text_config"]["eos_token_id"] == 1
     assert torch.equal(logits_of(again, IDS), logits_of(policy, IDS))
     expected = theirs(tmp_path / "trained")
     torch.testing.assert_close(logits_of(again, IDS), expected, atol=1e-4, rtol=1e-4)

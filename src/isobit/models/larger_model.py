@@ -17,6 +17,8 @@ from isobit.models.families import OUTER_ARCHITECTURES
 from isobit.models.safetensors import CheckpointTensor
 from isobit.util.errors import ModelError
 
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of a config.json that a ``ModelConfig`` does not have."""
 _REST = ("vision_tower.", "multi_modal_projector.")
 _STYLES = (
     {"language_model.model.": "model.", "language_model.lm_head.": "lm_head."},
@@ -84,6 +86,8 @@ class LargerModel:
     def around(self, decoder: Mapping[str, Any]) -> dict[str, Any]:
         """A config.json with another decoder's ``ModelConfig.to_hf``."""
         own = {key: value for key, value in decoder.items() if key != "architectures"}
+        before = self.config["text_config"]
+        own |= {key: before[key] for key in TOKEN_IDS if before.get(key) is not None}
         tied = {"tie_word_embeddings": own["tie_word_embeddings"]}
         outside = {key: value for key, value in self.config.items() if key != "quantization_config"}
         return outside | tied | {"text_config": own}

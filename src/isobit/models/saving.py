@@ -38,7 +38,7 @@ from isobit.kernels.backend import backend_of
 from isobit.models.checkpoint import open_checkpoint
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, checkpoint_shapes
-from isobit.models.larger_model import LargerModel, is_larger
+from isobit.models.larger_model import TOKEN_IDS, LargerModel, is_larger
 from isobit.models.master_values import parts_of
 from isobit.models.outliers import about_folded, fold_norms, norm_offset
 from isobit.models.policy import Policy
@@ -381,7 +381,6 @@ TEXT_FILES = (
 )
 """Files that describe text rather than weights; they are copied."""
 TEMPLATES = "additional_chat_templates"  # a folder of further chat templates
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class PolicyTensors:
@@ -518,7 +517,7 @@ def _token_ids(source: Path) -> dict[str, Any]:
     """The special tokens that another folder's config.json names."""
     path = source / "config.json"
     config = json.loads(read_plain(path)) if path.is_file() else {}
-    return {key: config[key] for key in _TOKEN_IDS if config.get(key) is not None}
+    return {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
 
 
 _OF_A_MACHINE = ("name_or_path", "tokenizer_file", "special_tokens_map_file", "vocab_file")

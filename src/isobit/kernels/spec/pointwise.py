@@ -106,7 +106,8 @@ _STEEP, _CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715  # of GELU's s
 
 def swiglu(gate_up: torch.Tensor, gate: Gate = "silu") -> torch.Tensor:
     """[T, 2 C] -> [T, C] in the dtype of the input."""
-    return rounded(gated(*gate_up.float().chunk(2, -1), gate), gate_up.dtype)
+    x, up = gate_up.float().chunk(2, -1)
+    return rounded(gated(x, up, gate), gate_up.dtype)
 
 
 def gated(x: torch.Tensor, up: torch.Tensor, gate: Gate = "silu") -> torch.Tensor:
