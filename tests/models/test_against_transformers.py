@@ -21,7 +21,8 @@ from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.families import FAMILIES
 from isobit.models.packed_pass import PackedPass
-from isobit.models.policy import Policy
+from isobit.models.policy import Policy, random_policy
+from isobit.models.saving import published_tensors
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
@@ -297,6 +298,31 @@ def test_layers_with_and_without_rotary_positions() -> None:
         )  # fmt: skip
         check_logits_and_gradients(config, 0)
         check_engine(config, 0)
+
+
+def test_gemma_in_bf16_scales_embeddings_and_norms_as_they_do() -> None:
+    """The root of 300, 17.32, is 17.375 in BF16, and 1 + weight is rounded nowhere; what goes to
+    another engine is the weight again.
+    """
+    from transformers.models.gemma3 import modeling_gemma3 as gemma3
+
+    config = ModelConfig("gemma3_text", 64, 300, 48, 1, 2, 1, 20, 128, 1e-6, 1e6, True)
+    policy, ids, name = random_policy(config, "bf16", 0), torch.arange(64), "norm.weight"
+    with torch.no_grad():
+        policy.masters[name].normal_(std=0.3)
+    policy.publish()
+    weights, weight = policy.weights("training"), policy.masters[name].detach().bfloat16()
+    table = gemma3.Gemma3TextScaledWordEmbedding(64, 300, 0, 300**0.5).bfloat16()
+    table.weight.data = weights.plain["embed_tokens.weight"]
+    hidden = policy.decoder.embedding.forward(weights, ids)
+    assert torch.equal(hidden, table(ids))
+    assert torch.equal(weights.plain[name], 1.0 + weight.float())
+    norm = gemma3.Gemma3RMSNorm(300)
+    norm.weight.data = weight
+    ours = policy.decoder.norm.final(weights, hidden, None)[1]
+    torch.testing.assert_close(ours, norm(hidden), atol=0, rtol=2**-8)
+    assert (ours == norm(hidden)).float().mean() > 0.99
+    assert torch.equal(dict(published_tensors(policy))[f"model.{name}"], weight)
 
 
 def check_engine(hf_config: "PreTrainedConfig", seed: int) -> None:
