@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from isobit.kernels.backend import Backend
 from isobit.kernels.operands import (
+    Gate,
     LinearInput,
     LinearWeight,
     Normed,
@@ -119,27 +120,33 @@ class ExactBackward:
         """Saves x itself."""
         return LinearInput(self._inner.linear_input(x, site).read, x if save else None)
 
-    def swiglu_input(self, gate_up: torch.Tensor, site: Site, save: bool = False) -> LinearInput:
+    def swiglu_input(
+        self, gate_up: torch.Tensor, site: Site, save: bool = False, gate: Gate = "silu"
+    ) -> LinearInput:
         """Saves the activation itself."""
-        read = self._inner.swiglu_input(gate_up, site).read
-        return LinearInput(read, self._inner.swiglu(gate_up) if save else None)
+        read = self._inner.swiglu_input(gate_up, site, False, gate).read
+        return LinearInput(read, self._inner.swiglu(gate_up, gate) if save else None)
 
-    def swiglu_saved(self, gate_up: torch.Tensor, site: Site) -> Operand:
+    def swiglu_saved(self, gate_up: torch.Tensor, site: Site, gate: Gate = "silu") -> Operand:
         """The activation itself."""
-        return self._inner.swiglu(gate_up)
+        return self._inner.swiglu(gate_up, gate)
 
     def output_gradient(self, dy: torch.Tensor, site: Site) -> OutputGradient:
         """dY as it is."""
         return OutputGradient(dy, dy)
 
     def swiglu_backward(
-        self, d_activation: torch.Tensor, gate_up: torch.Tensor, site: Site
+        self,
+        d_activation: torch.Tensor,
+        gate_up: torch.Tensor,
+        site: Site,
+        gate: Gate = "silu",
     ) -> OutputGradient:
         """The gradient as it is: of a site that is BF16 throughout, since kernels quantise for
         DGrad what the forward quantises.
         """
         plain = replace(site, forward="bf16", dgrad="bf16", wgrad="bf16")
-        return self._inner.swiglu_backward(d_activation, gate_up, plain)
+        return self._inner.swiglu_backward(d_activation, gate_up, plain, gate)
 
     def wgrad(self, dy: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, site: Site) -> None:
         """Exact; the linear's name comes with its DGrad, which is next."""

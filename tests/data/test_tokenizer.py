@@ -239,6 +239,14 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(folder: Path) -> None:
         check_vocabulary(tokenizer, 256, folder)
 
 
+def test_gemmas_token_of_images_needs_no_row(folder: Path) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
+    check_vocabulary(tokenizer, 256, folder)
+    with pytest.raises(ModelError, match="the embedding has 255 rows"):
+        check_vocabulary(tokenizer, 255, folder)
+
+
 def test_a_panic_of_the_library_is_an_error_of_the_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,25 +1,27 @@
 """Plans with models that only score, against the tensors of real ones."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
+from isobit.config.model_shape import Family
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.config.rollout import RolloutConfig
-from isobit.config.training import TrainingConfig
+from isobit.config.training import Recompute, TrainingConfig
 from isobit.kernels.hopper import sizes as hopper_sizes
 from isobit.kernels.spec import sizes as spec_sizes
-from isobit.memory.activations import FrozenModel, page_locked
+from isobit.memory.activations import FrozenModel, page_locked, saved_bytes
 from isobit.memory.cache_size import RESERVE
 from isobit.memory.device import DevicePlan, DevicePlanner
 from isobit.memory.host import MemoryEstimate, estimate_memory
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import decoder_shape
 from isobit.models.frozen import FrozenPolicy
-from isobit.models.policy import random_masters
+from isobit.models.packed_pass import PackedPass
+from isobit.models.policy import random_masters, random_policy
 from isobit.models.scorer import Scorer
 from isobit.precision.flow import build_flow
 from isobit.util.errors import ConfigError
@@ -34,6 +36,7 @@ SHAPES = {
     "tied": TIED,
     "untied": replace(TIED, tied_embeddings=False),
     "qwen2": replace(TIED, family="qwen2", hidden_size=160, num_layers=3),
+    "zero-centred norms": replace(TIED, family="gemma3_text"),
     "reward model": replace(TIED, score_head=True),
 }
 PRESETS: list[Preset] = ["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8", "int8-rollout", "int8"]
@@ -219,3 +222,31 @@ def test_a_cache_that_fails_says_so_too() -> None:
     with pytest.raises(ConfigError, match=r"it fits with reference\.offload = true(;|\n)"):
         planner(reference).plan(rollout, settings, 4096)
     planner(reference.with_offload()).plan(rollout, settings, 4096)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("recompute", ["none", "mlp", "full"])
+@pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
+@pytest.mark.parametrize("family", ["qwen3", "olmo3", "gemma3_text"])
+def test_what_a_pass_saves_is_planned_wherever_its_norms_are(
+    family: Family, preset: Preset, recompute: Recompute
+) -> None:
+    """To the byte; 384 tokens are whole groups."""
+    config = replace(TIED, family=family, max_positions=384)
+    policy, tokens = random_policy(config, preset, 0), 384
+    ids = torch.arange(tokens) % config.vocab_size
+    made = PackedPass(policy, ids, torch.arange(tokens), (tokens,), recompute)
+    made.forward()
+    found = storage_bytes(tensors_in(made._saved))
+    assert found == saved_bytes(config, policy.flow, spec_sizes, recompute, tokens)
+
+
+def tensors_in(saved: Any) -> list[torch.Tensor]:
+    """Of records and lists within each other."""
+    if isinstance(saved, torch.Tensor):
+        return [saved]
+    if is_dataclass(saved):
+        return [one for field in fields(saved) for one in tensors_in(getattr(saved, field.name))]
+    return (
+        [one for part in saved for one in tensors_in(part)] if type(saved) in (list, tuple) else []
+    )

@@ -41,7 +41,9 @@ from tests.models.policies import logits_of, published_tensors, whole_batch
 
 LENGTHS = (1, 18, 67, 130)
 FLOWS = ("fp32", "bf16", "fp8-linear", "fp8", "int8-linear", "int8")
-FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "olmo2")
+FAMILIES: tuple[Family, ...] = (
+    "llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "olmo2", "gemma3_text",
+)  # fmt: skip
 ALL = Lora(8, 12.0, LORA_TARGETS)
 SOME = Lora(5, 7.0, ("k_proj", "v_proj", "up_proj"), rslora=True)
 

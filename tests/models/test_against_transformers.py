@@ -21,7 +21,8 @@ from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.families import FAMILIES
 from isobit.models.packed_pass import PackedPass
-from isobit.models.policy import Policy
+from isobit.models.policy import Policy, random_policy
+from isobit.models.saving import published_tensors
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
@@ -41,6 +42,7 @@ DENSE: tuple[Family, ...] = (
     "phi3",
     "olmo2",
     "olmo3",
+    "gemma3_text",
 )
 MIXTURES: tuple[Family, ...] = ("mixtral", "qwen3_moe")
 ORIGINAL, LENGTHS = 32, (70, 3)
@@ -103,10 +105,13 @@ def configurations(draw: st.DrawFn, families: Sequence[Family]) -> "PreTrainedCo
     if windows == "layer types":
         kinds = st.sampled_from(["sliding_attention", "full_attention"])
         values["layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
-        plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        thetas = [rope["rope_theta"]] if family == "olmo3" else [1e4, 1e6]
+        plain = {"rope_type": "default", "rope_theta": draw(st.sampled_from(thetas))}
         rope.pop("truncate", None)  # transformers looks for it beside the two tables
         values["rope_parameters"] = {"full_attention": rope, "sliding_attention": plain}
         values["sliding_window"] = window or 7
+    if family == "gemma3_text":
+        values["query_pre_attn_scalar"] = draw(st.sampled_from([values["head_dim"], 9, 168]))
     if family == "phi3":
         values |= draw(fused(values["num_attention_heads"]))
     if family == "granite":
@@ -196,7 +201,8 @@ def random_model(config: "PreTrainedConfig", seed: int) -> Any:
     model = AutoModelForCausalLM.from_config(config).float().eval()
     for name, parameter in model.named_parameters():
         if name.endswith(("bias", "norm.weight")):
-            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+            centre = float("norm" in name and config.model_type != "gemma3_text")
+            torch.nn.init.normal_(parameter, mean=centre, std=0.3)
     return model
 
 
@@ -292,6 +298,31 @@ def test_layers_with_and_without_rotary_positions() -> None:
         )  # fmt: skip
         check_logits_and_gradients(config, 0)
         check_engine(config, 0)
+
+
+def test_gemma_in_bf16_scales_embeddings_and_norms_as_they_do() -> None:
+    """The root of 300, 17.32, is 17.375 in BF16, and 1 + weight is rounded nowhere; what goes to
+    another engine is the weight again.
+    """
+    from transformers.models.gemma3 import modeling_gemma3 as gemma3
+
+    config = ModelConfig("gemma3_text", 64, 300, 48, 1, 2, 1, 20, 128, 1e-6, 1e6, True)
+    policy, ids, name = random_policy(config, "bf16", 0), torch.arange(64), "norm.weight"
+    with torch.no_grad():
+        policy.masters[name].normal_(std=0.3)
+    policy.publish()
+    weights, weight = policy.weights("training"), policy.masters[name].detach().bfloat16()
+    table = gemma3.Gemma3TextScaledWordEmbedding(64, 300, 0, 300**0.5).bfloat16()
+    table.weight.data = weights.plain["embed_tokens.weight"]
+    hidden = policy.decoder.embedding.forward(weights, ids)
+    assert torch.equal(hidden, table(ids))
+    assert torch.equal(weights.plain[name], 1.0 + weight.float())
+    norm = gemma3.Gemma3RMSNorm(300)
+    norm.weight.data = weight
+    ours = policy.decoder.norm.final(weights, hidden, None)[1]
+    torch.testing.assert_close(ours, norm(hidden), atol=0, rtol=2**-8)
+    assert (ours == norm(hidden)).float().mean() > 0.99
+    assert torch.equal(dict(published_tensors(policy))[f"model.{name}"], weight)
 
 
 def check_engine(hf_config: "PreTrainedConfig", seed: int) -> None:

@@ -72,6 +72,8 @@ def partly_turned(family: Family) -> list[ModelConfig]:
 
 def multiplied(family: Family) -> list[ModelConfig]:
     """A configuration with other multipliers, where a family has them."""
+    if "query_pre_attn_scalar" in FAMILIES[family].computes:
+        return [make_config(family, multipliers=Multipliers(attention=168**-0.5))]
     if "attention_multiplier" not in FAMILIES[family].computes:
         return []
     return [make_config(family, multipliers=Multipliers(12.0, 0.03, 0.22, 16.0))]
@@ -83,6 +85,8 @@ def windowed(family: Family) -> list[ModelConfig]:
     every = [make_config(family, sliding_window=8)] if windows != "none" else []
     if windows == "layer types":
         every.append(make_config(family, sliding_window=8, windowless_layers=(0, 2)))
+    if FAMILIES[family].default_window_theta is not None:
+        every += [replace(one, window_rope_theta=2e4) for one in every]
     upper = [make_config(family, sliding_window=8, full_layers=2)]
     return every + (upper if windows == "upper layers" else [])
 
@@ -117,7 +121,7 @@ def test_transformers_makes_the_model_that_is_meant(family: Family, tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(make_config(family).to_hf()))
     made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     assert type(made).__name__ == FAMILIES[family].architecture
-    unused = 4096 if family == "olmo3" else None  # no layer has it
+    unused = 4096 if FAMILIES[family].windows == "layer types" else None  # no layer has it
     assert getattr(made.config, "sliding_window", unused) == unused
     reward = FAMILIES[family].reward_architecture
     if reward is not None:
@@ -151,6 +155,8 @@ def test_keys_that_are_missing_are_what_transformers_takes() -> None:
     assert read("granite", without="attention_multiplier").multipliers == Multipliers(1.0, 1.0)
     of_types = read("olmo3", "layer_types", num_hidden_layers=9, sliding_window=7)
     assert (of_types.sliding_window, of_types.windowless_layers) == (7, (3, 7))
+    of_types = read("gemma3_text", "layer_types", num_hidden_layers=9, sliding_window_pattern=2)
+    assert (of_types.sliding_window, of_types.windowless_layers) == (4096, (1, 3, 5, 7))
     assert read("smollm3", num_hidden_layers=9, no_rope_layers=None).no_rope_layers == (3, 7)
 
 
@@ -308,6 +314,28 @@ PUBLISHED: dict[str, str] = {
         "original_max_position_embeddings": 8192, "rope_type": "yarn"}, "rope_theta": 500000,
         "sliding_window": 4096, "tie_word_embeddings": false, "transformers_version": "4.57.0",
         "use_cache": true, "vocab_size": 100278}""",
+    "gemma-3-1b": """{"architectures": ["Gemma3ForCausalLM"], "attention_bias": false,
+        "attention_dropout": 0.0, "attn_logit_softcapping": null, "bos_token_id": 2,
+        "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+        "final_logit_softcapping": null, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+        "initializer_range": 0.02, "intermediate_size": 6912,
+        "max_position_embeddings": 32768, "model_type": "gemma3_text",
+        "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+        "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000, "rope_scaling": null, "rope_theta": 1000000,
+        "sliding_window": 512, "sliding_window_pattern": 6, "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0.dev0", "use_cache": true, "vocab_size": 262144}""",
+    "gemma-3-4b": """{"architectures": ["Gemma3ForConditionalGeneration"],
+        "boi_token_index": 255999, "eoi_token_index": 256000, "eos_token_id": [1, 106],
+        "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+        "model_type": "gemma3", "text_config": {"hidden_size": 2560,
+        "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
+        "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+        "vision_config": {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304,
+        "model_type": "siglip_vision_model", "num_attention_heads": 16,
+        "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": false}}""",
     "mixtral-8x7b": """{"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0,
         "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096,
         "initializer_range": 0.02, "intermediate_size": 14336,
@@ -347,6 +375,11 @@ WINDOWED_TYPES: dict[str, Any] = {"layer_types": ["sliding_attention"] * 3}
 TYPES: dict[str, Any] = {
     "full_attention": {"rope_type": "default"},
     "sliding_attention": {"rope_type": "linear", "factor": 2},
+}
+LOCAL: dict[str, Any] = {"rope_local_base_freq": 10000, "sliding_window": 8} | WINDOWED_TYPES
+THETAS: dict[str, Any] = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 7.0},
 }
 LONG: dict[str, Any] = {"type": "longrope", "short_factor": [1] * 6, "long_factor": [1.0]}
 
@@ -404,6 +437,19 @@ LONG: dict[str, Any] = {"type": "longrope", "short_factor": [1] * 6, "long_facto
         ("olmo3", WINDOWED_TYPES | {"sliding_window": None}, "sliding_window = None .*have one"),
         ("olmo3", {"rope_parameters": TYPES}, "sliding_attention = .*default kind, of theta 1e"),
         ("olmo3", {"rope_parameters": TYPES | {"x": 1}}, "rope_parameters.x = 1 .*alone"),
+        ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu' .*_tanh'"),
+        ("gemma3_text", {"hidden_act": "silu"}, "hidden_act = 'silu' .*expected 'gelu_pytorch_ta"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = T"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0.5}, "query_pre_attn_scalar = 0.5"),
+        ("gemma3_text", LOCAL | {"rope_parameters": THETAS}, "rope_theta = 7.*_base_freq is 10000"),
+        ("gemma3_text", {"rope_parameters": TYPES}, "sliding_attention = .*default kind, with"),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters = .*full_att"),
+        ("llama", LOCAL, "rope_local_base_freq = 10000"),
+        ("llama", {"architectures": ["Gemma4ForConditionalGeneration"]}, "'Gemma4.*supported are"),
+        ("llama", {"architectures": ["Llama4ForConditionalGeneration"]}, "'Llama4.*supported are"),
+        ("llama", {"architectures": ["DeepseekV3ForCausalLM"]}, "'DeepseekV3.*supported are"),
+        ("llama", {"kv_lora_rank": 512}, "kv_lora_rank = 512"),
         ("granite", {"sliding_window": 8}, "sliding_window = 8"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier = 0 .*a number from 1e-06"),
         ("granite", {"attention_bias": True}, "attention_bias = True"),
@@ -471,9 +517,13 @@ def test_no_mutation_gives_a_traceback_or_another_shape_in_silence() -> None:
             continue
         read = read_config(config)
         again = read.to_hf()
-        unread = {"sliding_window"} if (family, read.sliding_window) == ("olmo3", None) else set()
+        by_type = FAMILIES[family].windows == "layer types" and read.sliding_window is None
+        unread = {"sliding_window", "rope_local_base_freq"} if by_type else set[str]()
         for key in set(again) & set(config) - SAID_OTHERWISE - unread:
-            assert config[key] in (again[key], None, {}), (key, config[key], again[key])
+            given, known = config[key], again[key]
+            if isinstance(given, dict) and isinstance(known, dict):  # null in it is a default
+                given = {k: known.get(k) if one is None else one for k, one in given.items()}
+            assert given in (known, None, {}), (key, given, known)
     outcomes.check(1 / 2)
 
 
@@ -484,6 +534,7 @@ PARAMETERS = {
     "mistral-7b": 7_241_732_096, "qwen3-30b-a3b": 30_532_122_624, "mixtral-8x7b": 46_702_792_704,
     "smollm3-3b": 3_075_098_624, "granite-3.3-2b": 2_533_539_840,
     "olmo2-1b": 1_484_916_736, "olmo3-7b": 7_298_011_136,
+    "gemma-3-1b": 999_885_952, "gemma-3-4b": 3_880_263_168,  # without its vision tower
     "phi-4-mini": 3_836_021_760, "qwen2.5-32b": 32_763_876_352,
     "llama-3.1-70b": 70_553_706_496,
     "moe-2.7b": 2_715_883_520,  # of no checkpoint

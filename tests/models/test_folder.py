@@ -48,7 +48,8 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 @pytest.mark.few(7)
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "qwen2", "qwen3", "granite", "phi3", "olmo2", "olmo3"]
+    "family",
+    ["llama", "mistral", "qwen2", "qwen3", "granite", "phi3", "olmo2", "olmo3", "gemma3_text"],
 )
 @pytest.mark.parametrize("tied", [True, False])
 def test_round_trip_and_transformers(family: Family, tied: bool, tmp_path: Path) -> None:

@@ -44,6 +44,26 @@ def log_probs(config: ModelConfig, preset: Preset, of: dict[str, torch.Tensor]) 
     return Scorer(policy).score(whole_batch(ids, (120, 80), ids.flip(0))).log_probs
 
 
+@pytest.mark.parametrize("factor", [16.0, 2.0**14])
+def test_what_stands_out_of_a_norm_around_zero_is_moved_as_of_one_around_one(factor: float) -> None:
+    """Its weights are its published numbers less 1, which rounds nothing here."""
+    config = replace(DENSE, family="gemma3_text")
+    given = dict(random_masters(config, 0))
+    norms = {name for name in given if name.endswith("norm.weight")}
+    plain = {name: values + (name in norms) for name, values in given.items()}
+    for name in norms:
+        if len(given[name]) > max(CHANNELS):
+            given[name][CHANNELS] = factor - 1
+            plain[name][CHANNELS] = factor
+    moved = dict(fold_norms(given.items(), lambda path: True, lambda channels: None, 1.0))
+    expected = dict(fold_norms(plain.items(), lambda path: True, lambda channels: None))
+    for name, values in moved.items():
+        other = expected[name]
+        assert isinstance(values, torch.Tensor) and isinstance(other, torch.Tensor)
+        assert torch.equal(values + (name in norms), other), name
+        assert not name.endswith("input_norm.weight") or not torch.equal(values, given[name])
+
+
 def test_norms_behind_blocks_stay_as_they_are() -> None:
     config = replace(DENSE, family="olmo2")
     of = dict(random_masters(config, 0))

@@ -223,7 +223,7 @@ def test_gradients_in_lower_precision_are_near_those(family: Family, flow: str) 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("flow", FLOWS)
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "olmo2"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "olmo2", "gemma3_text"])
 def test_computing_again_changes_no_bit(family: Family, flow: str) -> None:
     policy = make(family, FLOWS[flow], tied=True)
     saved, *again = (gradients(policy, level) for level in LEVELS)

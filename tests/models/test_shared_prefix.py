@@ -39,6 +39,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "adapters": {"lora": Lora(4, 8.0, ("q_proj", "v_proj", "down_proj"))},
     "value head": {"value_head": True},
     "turned in part": {"family": "phi3", "partial_rotary_factor": 0.75},
+    "norms on both sides": {
+        "family": "gemma3_text",
+        "sliding_window": 20,
+        "windowless_layers": (1,),
+        "window_rope_theta": 1e3,
+    },
     "norms behind": {
         "family": "olmo3",
         "sliding_window": 20,

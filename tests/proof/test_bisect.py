@@ -145,7 +145,7 @@ def assert_named(parting: Parting | None, site: str, kind: str, side: Side) -> N
 def test_one_row_of_one_forward_is_one_token(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = pointwise.gated
 
-    def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
         y = exact(gate, up)
         if (where.side, where.layer) == ("rollout", LAYER) and gate.shape[0] > 60:
             y[-1, 0] += 1

@@ -315,7 +315,7 @@ def test_wrong_kernels(mutate: Callable[[Patch], None], name: str, monkeypatch: 
 def silu_of_torch_by_rows(patch: Patch) -> None:
     """A number's bits depend on its column alone, so that no batch shows it."""
 
-    def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
         return torch.nn.functional.silu(gate) * up
 
     patch.setattr(pointwise, "gated", gated)

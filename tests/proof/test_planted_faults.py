@@ -90,7 +90,7 @@ def silu_of_torch(patch: Patch, in_rollout: InRollout) -> None:
 def silu_of_torch_in_rollout(patch: Patch, in_rollout: InRollout) -> None:
     exact = pointwise.gated
 
-    def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
         return torch.nn.functional.silu(gate) * up if in_rollout() else exact(gate, up)
 
     patch.setattr(pointwise, "gated", gated)

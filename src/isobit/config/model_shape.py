@@ -8,7 +8,7 @@ from isobit.config.base import Strict
 
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "phi3", "olmo2", "olmo3",
-    "qwen3_moe", "mixtral",
+    "gemma3_text", "qwen3_moe", "mixtral",
 ]  # fmt: skip
 """The ``model_type`` of a Hugging Face ``config.json``."""
 MIXTURES: tuple[Family, ...] = ("qwen3_moe", "mixtral")

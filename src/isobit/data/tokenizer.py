@@ -12,6 +12,8 @@ from isobit.util.plain_files import check_plain, read_plain
 
 LARGEST_TEXT = 1 << 28
 """Bytes of a file of a tokenizer; those of the largest vocabularies have some 40 MB."""
+_OF_IMAGES = "<image_soft_token>"
+"""What Gemma 3's tokenizer has for images; its model of text alone has no row for it."""
 _READ_BY_TRANSFORMERS = (".json", ".jsonl", ".jinja", ".model", ".txt")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -132,8 +134,9 @@ def _largest_id(folder: Path, _files: tuple[tuple[Path, int, int], ...]) -> int:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, folder: Path) -> None:
-    """Raise ``ModelError`` if a token has no row in an embedding of ``vocab_size`` rows."""
-    token, largest = max(tokenizer.get_vocab().items(), key=lambda pair: pair[1], default=("", -1))
+    """Raise ``ModelError`` if a token of text has no row in an embedding of ``vocab_size`` rows."""
+    vocabulary = ((token, n) for token, n in tokenizer.get_vocab().items() if token != _OF_IMAGES)
+    token, largest = max(vocabulary, key=lambda pair: pair[1], default=("", -1))
     if largest >= vocab_size:
         raise ModelError(
             f"{folder}: the tokenizer has {token!r} as token {largest}, but the embedding has "

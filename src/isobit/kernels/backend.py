@@ -33,6 +33,7 @@ from isobit.kernels.operands import (
     Drawn,
     Draws,
     ExpertGradients,
+    Gate,
     HeadWeight,
     KvCache,
     KvShape,
@@ -118,15 +119,17 @@ class Backend(Protocol):
         """
         ...
 
-    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[T, 2 I] -> silu(gate) * up, [T, I]."""
+    def swiglu(self, gate_up: torch.Tensor, gate: Gate = "silu") -> torch.Tensor:
+        """[T, 2 I] -> silu(gate) * up, [T, I]; or with another function of the gate."""
         ...
 
-    def swiglu_input(self, gate_up: torch.Tensor, site: Site, save: bool = False) -> LinearInput:
+    def swiglu_input(
+        self, gate_up: torch.Tensor, site: Site, save: bool = False, gate: Gate = "silu"
+    ) -> LinearInput:
         """``linear_input(swiglu(gate_up))``."""
         ...
 
-    def swiglu_saved(self, gate_up: torch.Tensor, site: Site) -> Operand:
+    def swiglu_saved(self, gate_up: torch.Tensor, site: Site, gate: Gate = "silu") -> Operand:
         """``swiglu_input(..).saved`` alone."""
         ...
 
@@ -266,7 +269,11 @@ class Backend(Protocol):
         ...
 
     def swiglu_backward(
-        self, d_activation: torch.Tensor, gate_up: torch.Tensor, site: Site
+        self,
+        d_activation: torch.Tensor,
+        gate_up: torch.Tensor,
+        site: Site,
+        gate: Gate = "silu",
     ) -> OutputGradient:
         """The gradient of [T, I] -> that of gate and up [T, 2 I], dY of the linear ``site``."""
         ...
@@ -488,6 +495,7 @@ class ModelNeeds:
     head_dim: int
     preset: str
     linears: tuple[LinearShape, ...] = ()  # each shape once
+    gate: Gate = "silu"
 
 
 class Support(Protocol):

@@ -17,7 +17,7 @@ as ``NAME.unrounded``.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -41,6 +41,9 @@ class Quantised(Protocol):
         """FP32, one a group or, of INT8, a row."""
         ...
 
+
+Gate = Literal["silu", "gelu_tanh"]
+"""The function of an MLP's gate: x / (1 + exp(-x)), or GELU by tanh (``Backend.swiglu``)."""
 
 Operand = torch.Tensor | Quantised
 """An operand of a product: quantised, or in the format between operators."""
@@ -404,8 +407,8 @@ class RopeTable:
     cos: torch.Tensor
     sin: torch.Tensor
     other: "RopeTable | None" = None
-    """The table of layers without rotary positions, of ones and zeros, or without their scaling,
-    where a decoder has any.
+    """The table of layers without rotary positions, of ones and zeros, or with a theta of their own
+    and no scaling, where a decoder has any.
     """
 
     @classmethod

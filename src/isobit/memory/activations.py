@@ -203,7 +203,7 @@ def master_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> int:
             sites = {flow.rollout.site(path), flow.training.site(path)}
             total += sum(sizes.matrix(site, master.shape[1]) for site in sites)
         else:
-            total += width * numbers
+            total += (4 if master.offset else width) * numbers
     return total
 
 

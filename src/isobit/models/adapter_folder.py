@@ -23,6 +23,7 @@ import torch
 
 from isobit.config.lora import ALL_LINEAR, LORA_TARGETS
 from isobit.models.config import Lora
+from isobit.models.larger_model import is_larger
 from isobit.models.safetensors import TensorFile, parse_json, write_tensors
 from isobit.starter import starter_folder
 from isobit.util.errors import ModelError, shown
@@ -75,6 +76,8 @@ LARGEST = 65504.0
 """The largest number of an adapter and the largest alpha: what FP16 can hold. Trained numbers are
 below 100; sums over thousands of products of larger ones come near the largest number of FP32.
 """
+_ALONE, _WITHIN_LARGER = "base_model.model.model.", "base_model.model.model.language_model."
+"""The beginnings of names, in the second case where the base is a larger model."""
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
 _LITERAL = re.compile(r"\^?[\w.\\]+\$?")
 """A pattern of modules without repetition: the time of its search is bounded."""
@@ -143,7 +146,9 @@ class AdapterTensors:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self.file.shapes()
+        """By the names that they have for a decoder in a folder of its own."""
+        stored = self.file.shapes().items()
+        return {name.replace(_WITHIN_LARGER, _ALONE, 1): shape for name, shape in stored}
 
     @property
     def ranks(self) -> set[int]:
@@ -151,6 +156,8 @@ class AdapterTensors:
 
     def values(self, name: str) -> torch.Tensor:
         """FP32. Raises ModelError for a number that is not finite, or larger than ``LARGEST``."""
+        if name not in self.file.stored:
+            name = name.replace(_ALONE, _WITHIN_LARGER, 1)
         numbers = self.file[name].float()
         check_numbers(numbers, f"{self.path}: {shown(name)}")
         return numbers
@@ -359,8 +366,14 @@ def adapter_config(lora: Lora, base: Path) -> dict[str, Any]:
 def write_adapters(
     folder: Path, lora: Lora, base: Path, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """PEFT's folder, of ``peft_tensors``, for adapters of the model folder ``base``."""
+    """PEFT's folder, of ``peft_tensors``, for adapters of the model folder ``base``; in a larger
+    model those of the decoder, whose modules a vision tower has by the same names.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    text = json_text(adapter_config(lora, base), indent=2)
+    config = adapter_config(lora, base)
+    if is_larger(parse_json(read_plain(base / "config.json"), str(base / "config.json"))):
+        tensors = {name.replace(_ALONE, _WITHIN_LARGER, 1): one for name, one in tensors.items()}
+        config["target_modules"] = rf".*language_model\..*\.({'|'.join(lora.targets)})"
+    text = json_text(config, indent=2)
     (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     write_tensors(folder / WEIGHTS_FILE, tensors, tensors.__getitem__, {"format": "pt"})

@@ -24,7 +24,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.decoder import Decoder, build_decoder
 from isobit.models.layers import Master, Weights
 from isobit.models.master_values import MasterValues
-from isobit.models.outliers import fold_norms
+from isobit.models.outliers import fold_norms, norm_offset
 from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.util.errors import ModelError, shown
 
@@ -153,7 +153,8 @@ def folded_columns(
             elif len(master.parts) == 1:
                 yield name, norm(next(iter(master.parts))).float()
 
-    folded = fold_norms(rows(), int8.__contains__, lambda channels: None)
+    offset = norm_offset(config)
+    folded = fold_norms(rows(), int8.__contains__, lambda channels: None, offset)
     return {
         name: row
         for name, row in folded

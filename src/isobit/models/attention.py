@@ -26,9 +26,9 @@ from isobit.models.layers import (
     Gradient,
     Linear,
     Master,
-    Norm,
     SavedInput,
     UnitBytes,
+    UnitNorms,
     Weights,
     norm_master,
 )
@@ -40,7 +40,8 @@ from isobit.precision.quant_tensor import DTYPES, EIGHT_BITS
 class SavedAttention:
     """Tensors that the backward reads. Inputs of linears are in the format of WGrad's operand."""
 
-    h: torch.Tensor  # what the norm reads: the residual stream, or the output that it is behind
+    h: torch.Tensor | None  # the residual stream, where a norm in front reads it
+    made: torch.Tensor | None  # the unit's output, where a norm behind reads it
     normed: SavedInput  # of qkv_proj
     qkv: torch.Tensor  # in front of norms over all heads
     attended: Attended
@@ -53,17 +54,7 @@ class Attention:
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self._layer, self._config = layer, config
         self._shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
-        is_behind = FAMILIES[config.family].norms_behind
-        self._norm = Norm(
-            f"{path}.attention_output_norm" if is_behind else f"{path}.input_norm",
-            hidden,
-            f"model.{path}.{'post_attention' if is_behind else 'input'}_layernorm.weight",
-            config.stream_epsilon,
-            residual=f"layers.{layer - 1}.mlp_residual",
-            linear=f"{path}.qkv_proj",
-            is_frozen=config.lora is not None,
-            is_behind=is_behind,
-        )
+        self._norms = UnitNorms.of(config, "attention", layer, f"{path}.qkv_proj")
         checkpoint = f"model.{path}.self_attn"
         self._qkv = Linear(
             f"{path}.qkv_proj",
@@ -79,10 +70,10 @@ class Attention:
         )
         out = LinearShape({"o_proj": hidden}, queries)
         self._out = Linear(f"{path}.o_proj", out, checkpoint, lora=config.lora)
-        dim = config.head_dim
+        dim, offset = config.head_dim, FAMILIES[config.family].norm_offset
         sizes = (queries, keys) if config.wide_qk_norm else (dim, dim) if config.qk_norm else ()
         self._head_norms = {
-            f"{path}.{name}.weight": norm_master(size, f"{checkpoint}.{name}.weight")
+            f"{path}.{name}.weight": norm_master(size, f"{checkpoint}.{name}.weight", offset)
             for name, size in zip(("q_norm", "k_norm"), sizes, strict=False)
         }
 
@@ -97,7 +88,7 @@ class Attention:
 
     def masters(self) -> dict[str, Master]:
         return {
-            **self._norm.masters(),
+            **self._norms.masters(),
             **self._qkv.masters(),
             **self._head_norms,
             **self._out.masters(),
@@ -107,19 +98,19 @@ class Attention:
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """h and x [T, C] -> the residual stream, and what is to be added to it."""
-        h, a = self._norm.forward(weights, h, x, self._qkv.saves(save=False))
+        h, a = self._norms.forward(weights, h, x, self._qkv.saves(save=False))
         qkv = self._normed(weights, self._paired(self._qkv.forward(weights, a)))
         out = attend(self._layer, qkv, self._transform(weights))
         observe(out, "layers", self._layer, "attention")
         split = weights.tensor_parallel
         made = self._out.input(weights, out, self._out.saves(save=False), split.queries)
-        return h, self._norm.behind(weights, self._out.joined(weights, made, split.queries))
+        return h, self._norms.output(weights, self._out.joined(weights, made, split.queries))
 
     def saving_forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, attend: AttendWithBackward
     ) -> tuple[torch.Tensor, torch.Tensor, SavedAttention]:
         """The same bits, and what the backward reads."""
-        h, a = self._norm.forward(weights, h, x, self._qkv.saves(save=True))
+        h, a = self._norms.forward(weights, h, x, self._qkv.saves(save=True))
         qkv, normed = self._qkv.saving_forward(weights, a)
         qkv = self._paired(qkv)
         seen = self._normed(weights, qkv)
@@ -127,9 +118,8 @@ class Attention:
         observe(out, "layers", self._layer, "attention")
         made = self._out.input(weights, out, self._out.saves(save=True))
         out, saved = self._out.saving_forward(weights, made)
-        read = out if self._norm.is_behind else h
-        kept = SavedAttention(read, normed, qkv, attended, saved)
-        return h, self._norm.behind(weights, out), kept
+        kept = SavedAttention(*self._norms.saved(h, out), normed, qkv, attended, saved)
+        return h, self._norms.output(weights, out), kept
 
     def backward(
         self,
@@ -141,7 +131,7 @@ class Attention:
         d: torch.Tensor,
     ) -> torch.Tensor:
         """The gradient of the residual stream after this unit [T, C] -> before it."""
-        d_out = self._norm.behind_backward(weights, gradient, d, saved.h)
+        d_out = self._norms.output_backward(weights, gradient, d, saved.made)
         d_out = self._out.backward(weights, gradient, d_out, saved.out)
         # no name holds dQ, dK and dV: they are gone when the projection's backward begins
         d_qkv = weights.backend.qkv_backward(
@@ -154,7 +144,7 @@ class Attention:
         d_qkv = self._normed_backward(weights, gradient, d_qkv, saved.qkv)
         d_qkv = self._paired(d_qkv, back=True)
         d_a = self._qkv.backward(weights, gradient, d_qkv, saved.normed)
-        return self._norm.backward(weights, gradient, d_a, saved.h, d)
+        return self._norms.backward(weights, gradient, d_a, saved.h, d)
 
     def _normed(self, weights: Weights, qkv: torch.Tensor) -> torch.Tensor:
         """RMSNorms over all heads of Q and of K, [T, (H + 2 G) D], where a family has them: they
@@ -220,7 +210,8 @@ class Attention:
         format = graph.attention_format(layer)
         encoded = sizes.encoded(shape, format) + attended
         keys = a * shape.num_kv_heads * shape.head_dim
-        saved = stream + self._qkv.saved_bytes(sizes, graph) + qkv + encoded
+        streams, is_behind = self._norms.saved_streams * stream, self._norms.behind is not None
+        saved = streams + self._qkv.saved_bytes(sizes, graph) + qkv + encoded
         read = self._qkv.read_bytes(sizes, graph)
         moved = qkv // 2 if config.rotary_size < config.head_dim else 0
         moved = 2 * qkv if config.wide_qk_norm else moved
@@ -231,10 +222,10 @@ class Attention:
             saved=saved + self._out.saved_bytes(sizes, graph, is_kept=True),
             input=stream,
             read=read,
-            kept=adapter + (max(stream, qkv) if self._norm.is_behind else 0),
+            kept=adapter + (max(stream, qkv) if is_behind else 0),
             made=(read or stream) + max(encoded, moved) + adapter,
             gradients=adapter_gradients
-            + (2 * stream if self._norm.is_behind else stream)
+            + (2 * stream if is_behind else stream)
             + max(
                 2 * attended + sizes.attention_gradients(shape, format) + 2 * keys,
                 attended + sizes.gradient(qkv_site, sum(qkv_site.parts), config.hidden_size),

@@ -3,7 +3,8 @@ assembled into masters.
 
 Every tensor that the decoder needs must be there, with the right shape and format, and the decoder
 must read every tensor that is there, since silently ignoring one is the worst fault; only rotary
-buffers of old checkpoints are left aside, where they hold what the configuration gives. Headers are
+buffers of old checkpoints are left aside, where they hold what the configuration gives, and the
+vision tower of a larger model (``isobit.models.larger_model``). Headers are
 checked before the first byte of a weight is read; values are checked to be finite while they are
 read.
 
@@ -32,6 +33,7 @@ import torch
 from isobit.models.config import ModelConfig, rotary_buffer
 from isobit.models.decoder import NAME as EMBEDDING
 from isobit.models.decoder import build_decoder
+from isobit.models.larger_model import LargerModel, decoder_tensors, is_larger
 from isobit.models.layers import Master
 from isobit.models.master_values import MasterValues
 from isobit.models.quantised_checkpoint import (
@@ -245,8 +247,13 @@ class FolderCheckpoint:
     def open(cls, folder: Path, config: ModelConfig) -> "FolderCheckpoint":
         """Raises ModelError for a missing, damaged, misshaped or superfluous tensor."""
         source = folder / "config.json"
-        format = read_quantisation(read_json(source), str(source))
+        described = read_json(source)
+        format = read_quantisation(described, str(source))
         stored = open_checkpoint(folder)
+        if is_larger(described):
+            for tensor in LargerModel.of(described, stored).rest.values():
+                _check_format(tensor, False, None)
+            stored = decoder_tensors(stored)
         expected = _expected(config)
         _check_names(folder, config, expected, stored)
         scales: dict[str, CheckpointTensor] = {}
@@ -258,9 +265,10 @@ class FolderCheckpoint:
                 )
             _check_format(tensor, is_matrix, format)
             if tensor.format in SUFFIXES:
-                scales[name] = _scales_of(tensor, stored)
+                scales[name] = _scales_of(name, tensor, stored)
         if isinstance(format, Int8Format):
-            check_int8(format, {name: rotation_size(stored[name].shape[1]) for name in scales})
+            matrices = [stored[name] for name in scales]
+            check_int8(format, {one.name: rotation_size(one.shape[1]) for one in matrices})
         if config.tied_embeddings and _HEAD in stored:
             _check_tied(stored[_HEAD], stored[f"model.{EMBEDDING}"])
         return cls(config, {name: stored[name] for name in expected}, scales)
@@ -388,9 +396,9 @@ def _check_names(
 
 
 def _scales_of(
-    tensor: CheckpointTensor, stored: Mapping[str, CheckpointTensor]
+    matrix: str, tensor: CheckpointTensor, stored: Mapping[str, CheckpointTensor]
 ) -> CheckpointTensor:
-    name, kind = tensor.name + SUFFIXES[tensor.format], tensor.format
+    name, kind = matrix + SUFFIXES[tensor.format], tensor.format
     if name not in stored:
         raise ModelError(
             f"{tensor} is {kind}, and its scales {name} are missing; expected "
@@ -440,7 +448,7 @@ def _is_buffer(tensor: CheckpointTensor, config: ModelConfig) -> bool:
 def _about_scales(name: str, stored: Mapping[str, CheckpointTensor]) -> str:
     for kind, suffix in SUFFIXES.items():
         matrix = stored.get(name.removesuffix(suffix))
-        if matrix is not None and matrix.name != name:
+        if matrix is not None and name.endswith(suffix):
             return f": {matrix.name} is {matrix.format}, and {kind} alone has scales"
     return ""
 

@@ -23,23 +23,25 @@ from isobit.config.model_shape import (
     Family,
 )
 from isobit.models.config_fields import ConfigFields
-from isobit.models.families import FAMILIES
+from isobit.models.families import ACTIVATIONS, FAMILIES
 from isobit.models.family_keys import (
     UNSCALED,
     Experts,
     Multipliers,
-    no_rope_layers,
+    every_layer,
     read_architecture,
     read_particulars,
     refuse_labels,
     refuse_unsupported,
 )
 from isobit.models.rope import (
+    LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
     RopeScaling,
     YarnScaling,
     read_rope,
+    read_window_theta,
     rope_json,
 )
 from isobit.util.errors import ConfigError, ModelError
@@ -102,6 +104,10 @@ class ModelConfig:
     """The number of first layers without a window."""
     windowless_layers: tuple[int, ...] = ()
     """Further layers without one."""
+    window_rope_theta: float | None = None
+    """The theta of layers with a window, of whose positions nothing is scaled; None: that of the
+    others.
+    """
     no_rope_layers: tuple[int, ...] = ()
     """Layers whose queries and keys are not turned by their positions."""
     multipliers: Multipliers = UNSCALED
@@ -180,7 +186,8 @@ class ModelConfig:
     def other_rope_layers(self) -> tuple[int, ...]:
         """Layers with ``RopeTable.other``."""
         by_type = FAMILIES[self.family].windows == "layer types"
-        if self.rope_scaling is None or not by_type:
+        is_same = self.rope_scaling is None and self.window_rope_theta is None
+        if is_same or not by_type:
             return self.no_rope_layers
         return tuple(n for n in range(self.num_layers) if self.window(n) is not None)
 
@@ -209,7 +216,8 @@ class ModelConfig:
         """The factor of the embedding in a residual stream of 1 / ``multipliers.residual`` times
         the size, to which every x is added as it is.
         """
-        return self.multipliers.embedding / self.multipliers.residual
+        scale = self.multipliers.embedding / self.multipliers.residual
+        return scale * self.hidden_size**0.5 if FAMILIES[self.family].scaled_embeddings else scale
 
     @property
     def stream_epsilon(self) -> float:
@@ -228,8 +236,7 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, config: dict[str, Any], source: str) -> "ModelConfig":
         """Read a ``config.json``. Raises ModelError for what this decoder does not compute."""
-        fields = ConfigFields(config, source)
-        family, scores = read_architecture(fields)
+        family, scores, fields = read_architecture(ConfigFields(config, source))
         refuse_unsupported(fields, family)
         if scores:
             refuse_labels(fields)
@@ -262,6 +269,9 @@ class ModelConfig:
             else None,
         }
         values |= read_particulars(fields, family, layers, head_dim)
+        if values.get("sliding_window") is not None:
+            local = read_window_theta(fields, FAMILIES[family], theta)
+            values["window_rope_theta"] = None if local == theta else local
         try:
             return cls(**values)
         except ModelError as error:
@@ -270,6 +280,7 @@ class ModelConfig:
     def to_hf(self) -> dict[str, Any]:
         """A ``config.json`` that transformers loads."""
         traits = FAMILIES[self.family]
+        key, activation = ACTIVATIONS[traits.gate]
         scores: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         scores |= {"num_labels": 1, "pad_token_id": self.pad_token_id}
         return (scores if self.score_head else {}) | {
@@ -286,10 +297,14 @@ class ModelConfig:
             "head_dim": self.head_dim,
             "max_position_embeddings": self.max_positions,
             "rms_norm_eps": self.rms_epsilon,
-            "hidden_act": "silu",
+            key: activation,
             "attention_bias": False,
             "tie_word_embeddings": self.tied_embeddings,
-            **rope_json(self.rope_theta, self.rope_scaling, self.partial_rotary_factor, traits),
+            **rope_json(
+                (self.rope_theta, self.rope_scaling, self.partial_rotary_factor),
+                self.window_rope_theta,
+                traits,
+            ),
             # a missing id is one of the family's, perhaps beyond the vocabulary
             **({"pad_token_id": self.pad_token_id} if traits.default_pad else {}),
             **self._window_json(),
@@ -321,9 +336,13 @@ class ModelConfig:
         return {"no_rope_layers": rotary}
 
     def _multipliers_json(self) -> dict[str, Any]:
-        if "attention_multiplier" not in FAMILIES[self.family].computes:
+        factors, computed = self.multipliers, FAMILIES[self.family].computes
+        if "query_pre_attn_scalar" in computed:
+            attention = factors.attention
+            scalar = self.head_dim if attention is None else round(attention**-2)
+            return {"query_pre_attn_scalar": scalar}
+        if "attention_multiplier" not in computed:
             return {}
-        factors = self.multipliers
         plain = self.head_dim**-0.5
         return {
             "embedding_multiplier": factors.embedding,
@@ -461,7 +480,7 @@ SHAPES: dict[str, ModelConfig] = {
     "smollm3-3b": ModelConfig(
         *("smollm3", 128256, 2048, 11008, 36, 16, 4, 128, 65536, 1e-6, 5e6),
         tied_embeddings=True,
-        no_rope_layers=no_rope_layers(4, 36),
+        no_rope_layers=every_layer(4, 36),
     ),
     "granite-3.3-2b": ModelConfig(
         *("granite", 49159, 2048, 8192, 40, 32, 8, 64, 131072, 1e-5, 1e7),
@@ -483,7 +502,22 @@ SHAPES: dict[str, ModelConfig] = {
         tied_embeddings=False,
         rope_scaling=YarnScaling(8.0, 8192, attention_factor=1.2079441541679836),
         sliding_window=4096,
-        windowless_layers=tuple(range(3, 32, 4)),
+        windowless_layers=every_layer(4, 32),
+    ),
+    "gemma-3-1b": ModelConfig(
+        *("gemma3_text", 262144, 1152, 6912, 26, 4, 1, 256, 32768, 1e-6, 1e6),
+        tied_embeddings=True,
+        sliding_window=512,
+        windowless_layers=every_layer(6, 26),
+        window_rope_theta=1e4,
+    ),
+    "gemma-3-4b": ModelConfig(
+        *("gemma3_text", 262208, 2560, 10240, 34, 8, 4, 256, 131072, 1e-6, 1e6),
+        tied_embeddings=True,
+        rope_scaling=LinearScaling(8.0),
+        sliding_window=1024,
+        windowless_layers=every_layer(6, 34),
+        window_rope_theta=1e4,
     ),
     "qwen3-30b-a3b": ModelConfig(
         *("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 128, 40960, 1e-6, 1e6),

@@ -1,6 +1,7 @@
 """Strict reading of the values of a ``config.json``."""
 
 import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 from isobit.util.errors import ModelError
@@ -20,6 +21,11 @@ class ConfigFields:
         self.values = values
         self.source = source
         self.within = within
+
+    def filled(self, defaults: Mapping[str, Any]) -> "ConfigFields":
+        """The same with values for keys that are missing."""
+        missing = {key: value for key, value in defaults.items() if not self.has(key)}
+        return ConfigFields(self.values | missing, self.source, self.within)
 
     def integer(self, key: str, least: int, most: int, default: int | None = None) -> int:
         """Required if there is no default."""
@@ -80,6 +86,17 @@ class ConfigFields:
         if type(value) is not dict:
             raise self.refusal(key, "expected an object")
         return ConfigFields(value, self.source, f"{self.within}{key}.") if value else None
+
+    def inner(self, key: str, shared: str) -> "ConfigFields":
+        """The object ``key``, which is required, with this one's value of ``shared``. Raises
+        ModelError where it has another itself.
+        """
+        table, value = self.table(key), self.values.get(shared)
+        if table is None:
+            raise ModelError(f"{self.source}: the key {self.within + key!r} is missing")
+        if value is not None and table.has(shared) and table.values[shared] != value:
+            raise self.refusal(shared, f"{key} has {_SHORT.repr(table.values[shared])}")
+        return table.filled({} if value is None else {shared: value})
 
     def has(self, key: str) -> bool:
         """Whether there is a value that is not null."""

@@ -1,7 +1,7 @@
 """The decoder: token ids in, final hidden states out, on every back end and in rollout, scoring and
 training.
 
-    h, x = embed(ids), 0                     times Granite's multipliers (``embedding_scale``)
+    h, x = embed(ids), 0                     times a family's factor (``embedding_scale``)
     each layer:  h, x = attention(h, x)   h = h + x,  x = o_proj(attend(qkv_proj(norm(h))))
                  h, x = mlp(h, x)         h = h + x,  x = down_proj(swiglu(gate_up_proj(norm(h))))
                                           or the weighted sum of a token's experts
@@ -23,6 +23,7 @@ from isobit.kernels.backend import Backend
 from isobit.kernels.operands import Attend, RouterLoss, observe
 from isobit.models.attention import Attention
 from isobit.models.config import ModelConfig
+from isobit.models.families import FAMILIES
 from isobit.models.layers import (
     Gradient,
     Master,
@@ -40,12 +41,15 @@ LM_HEAD = "lm_head"  # its site
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """The table [V, C], whose rows are multiplied by ``scale``."""
+    """The table [V, C], whose rows are multiplied by ``scale``, with ``rounds_scale`` by its
+    rounding to their format.
+    """
 
     vocab_size: int
     hidden_size: int
     is_frozen: bool = False
     scale: float = 1.0
+    rounds_scale: bool = False
 
     def masters(self) -> dict[str, Master]:
         rows = {f"model.{NAME}": self.vocab_size}
@@ -54,15 +58,19 @@ class Embedding:
     def forward(self, weights: Weights, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> [T, C]."""
         rows = weights.backend.embedding(token_ids, weights.plain[NAME])
-        return observe(rows if self.scale == 1 else rows.mul_(self.scale), "embed_tokens")
+        return observe(rows if self.scale == 1 else rows.mul_(self._factor(rows)), "embed_tokens")
 
     def backward(
         self, weights: Weights, gradient: Gradient, d: torch.Tensor, token_ids: torch.Tensor
     ) -> None:
         """d [T, C] is the gradient of the output of ``forward``."""
         if not self.is_frozen:
-            d = d if self.scale == 1 else d * self.scale
+            d = d if self.scale == 1 else d * self._factor(d)
             weights.backend.embedding_backward(d, token_ids, gradient(NAME))
+
+    def _factor(self, rows: torch.Tensor) -> float:
+        """``scale`` as rows of their format are multiplied by it."""
+        return torch.tensor(self.scale).to(rows.dtype).item() if self.rounds_scale else self.scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,9 +299,11 @@ def build_decoder(config: ModelConfig) -> Decoder:
         residual=f"layers.{config.num_layers - 1}.mlp_residual",
         is_frozen=is_frozen,
         scale=1 / config.multipliers.logits_scaling,
+        offset=FAMILIES[config.family].norm_offset,
     )
     sizes = config.vocab_size, config.hidden_size
-    embedding = Embedding(*sizes, is_frozen, config.embedding_scale)
+    traits = FAMILIES[config.family]
+    embedding = Embedding(*sizes, is_frozen, config.embedding_scale, traits.scaled_embeddings)
     head = Head(*sizes, config.tied_embeddings, config.num_drawn, is_frozen)
     if config.score_head:
         return Decoder(

@@ -1,14 +1,16 @@
 """The families of checkpoints that the decoder computes.
 
-All families are one decoder: RMSNorm in front of blocks or behind them, rotary positions (perhaps
-not in every layer), grouped-query attention, SwiGLU.
+All families are one decoder: RMSNorm in front of blocks, behind them or on both sides, rotary
+positions (perhaps not in every layer), grouped-query attention, SwiGLU or GeGLU.
 ``FAMILIES`` has their differences and their defaults for missing keys.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from isobit.config.model_shape import Family
+from isobit.kernels.operands import Gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +41,24 @@ class Traits:
     qkv_bias: bool = False
     qk_norm: Literal["none", "each head", "all heads"] = "none"
     """The elements over which the RMSNorms of Q and of K are."""
-    norms_behind: bool = False
-    """Whether the norms of layers are behind attention and MLP instead of in front of them."""
+    norms: Literal["in front", "behind", "both"] = "in front"
+    """Where the norms of layers are: in front of attention and MLP, behind them, or both."""
+    norm_offset: float = 0.0
+    """What is added to the weights of every norm: 1 where their centre is zero."""
+    gate: Gate = "silu"
+    scaled_embeddings: bool = False
+    """Whether embeddings are multiplied by the root of the hidden size, in their own format."""
     default_head_dim: int | None = None  # None: the hidden size over the number of heads
     default_rope_theta: float = 1e4
     windows: Literal["none", "every layer", "upper layers", "layer types"] = "none"
     """The layers that a sliding window applies to, if config.json enables one. With layer types
-    (by default three of four) rotary scaling is for the others alone.
+    rotary scaling is for the others alone.
     """
     default_window: int | None = None
+    default_interval: int = 4
+    """Of layer types: every layer with a number that this divides has no window."""
+    default_window_theta: float | None = None
+    """The theta of layers with a window; None: that of the others."""
     default_tied: bool = False
     default_pad: bool = False
     """Whether a missing ``pad_token_id`` is some id, perhaps beyond the vocabulary."""
@@ -63,6 +74,10 @@ class Traits:
     say which; None: all layers of the family have them.
     """
     experts: ExpertNames | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of further keys that published files leave out."""
+    outer: tuple[str, str] | None = None
+    """Architecture and ``model_type`` of the larger model that this is the ``text_config`` of."""
 
 
 FAMILIES: dict[Family, Traits] = {
@@ -115,18 +130,45 @@ FAMILIES: dict[Family, Traits] = {
         "Olmo2ForCausalLM",
         "Olmo2ForSequenceClassification",
         qk_norm="all heads",
-        norms_behind=True,
+        norms="behind",
         default_pad=True,
     ),
     "olmo3": Traits(
         "Olmo3ForCausalLM",
         "Olmo3ForSequenceClassification",
         qk_norm="all heads",
-        norms_behind=True,
+        norms="behind",
         default_pad=True,
         default_rope_theta=5e5,
         windows="layer types",
         default_window=4096,
+    ),
+    "gemma3_text": Traits(
+        "Gemma3ForCausalLM",
+        "Gemma3TextForSequenceClassification",
+        qk_norm="each head",
+        norms="both",
+        norm_offset=1.0,
+        gate="gelu_tanh",
+        scaled_embeddings=True,
+        default_head_dim=256,
+        default_rope_theta=1e6,
+        windows="layer types",
+        default_window=4096,
+        default_interval=6,
+        default_window_theta=1e4,
+        default_tied=True,
+        default_pad=True,
+        computes=("query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern"),
+        defaults={
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-6,
+            "query_pre_attn_scalar": 256,
+        },
+        outer=("Gemma3ForConditionalGeneration", "gemma3"),
     ),
     "qwen3_moe": Traits(
         "Qwen3MoeForCausalLM",
@@ -163,11 +205,20 @@ FAMILIES: dict[Family, Traits] = {
 ARCHITECTURES: dict[str, Family] = {
     traits.architecture: family for family, traits in FAMILIES.items()
 }
+OUTER_ARCHITECTURES: dict[str, Family] = {
+    traits.outer[0]: family for family, traits in FAMILIES.items() if traits.outer is not None
+}
 REWARD_ARCHITECTURES: dict[str, Family] = {
     traits.reward_architecture: family
     for family, traits in FAMILIES.items()
     if traits.reward_architecture is not None
 }
+
+ACTIVATIONS: dict[Gate, tuple[str, str]] = {
+    "silu": ("hidden_act", "silu"),
+    "gelu_tanh": ("hidden_activation", "gelu_pytorch_tanh"),
+}
+"""The key of a config.json that names the function of the gate, and its name."""
 
 FEATURES: dict[str, tuple[Any, ...]] = {
     "alibi": (), "attention_chunk_size": (), "attention_multiplier": (),
@@ -179,10 +230,11 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "n_routed_experts": (0,), "n_shared_experts": (0,), "no_rope_layer_interval": (0,),
     "no_rope_layers": (), "num_shared_experts": (0,), "per_layer_config": (), "q_lora_rank": (),
     "qk_layernorm": (), "query_pre_attn_scalar": (), "residual_multiplier": (1,),
-    "rope_interleaved": (), "rotary_dim": (), "rotary_pct": (1,), "routed_scaling_factor": (1,),
-    "router_jitter_noise": (0,), "scale_depth": (), "scale_emb": (1,), "scoring_func": ("softmax",),
-    "shared_expert_intermediate_size": (0,), "shared_intermediate_size": (0,),
-    "sliding_window_pattern": (), "swiglu_limit": (), "topk_group": (0, 1), "use_bias": (),
+    "rope_interleaved": (), "rope_local_base_freq": (), "rotary_dim": (), "rotary_pct": (1,),
+    "routed_scaling_factor": (1,), "router_jitter_noise": (0,), "scale_depth": (),
+    "scale_emb": (1,), "scoring_func": ("softmax",), "shared_expert_intermediate_size": (0,),
+    "shared_intermediate_size": (0,), "sliding_window_pattern": (), "swiglu_limit": (),
+    "topk_group": (0, 1), "use_bias": (), "use_bidirectional_attention": (),
     "use_expert_bias": (), "use_mrope": (), "use_parallel_residual": (), "use_qk_norm": (),
 }  # fmt: skip
 """Keys of other families that would make the decoder another function, each with the values (beside

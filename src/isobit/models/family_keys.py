@@ -7,7 +7,15 @@ from typing import Any
 
 from isobit.config.model_shape import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH, Family
 from isobit.models.config_fields import ConfigFields, is_neutral
-from isobit.models.families import ARCHITECTURES, FAMILIES, FEATURES, REWARD_ARCHITECTURES
+from isobit.models.families import (
+    ACTIVATIONS,
+    ARCHITECTURES,
+    FAMILIES,
+    FEATURES,
+    OUTER_ARCHITECTURES,
+    REWARD_ARCHITECTURES,
+    Traits,
+)
 from isobit.util.errors import ModelError
 
 _LABELS_BY_DEFAULT = 2  # the number of labels in transformers if config.json does not give it
@@ -45,22 +53,35 @@ class Multipliers:
 UNSCALED = Multipliers()
 
 
-def read_architecture(fields: ConfigFields) -> tuple[Family, bool]:
-    """The family, and whether it is a reward model."""
-    known = ARCHITECTURES | REWARD_ARCHITECTURES
+def read_architecture(fields: ConfigFields) -> tuple[Family, bool, ConfigFields]:
+    """The family, whether it is a reward model, and the keys of the decoder: of a larger model
+    those of its ``text_config``. What the family's files leave out is filled in.
+    """
+    known = ARCHITECTURES | REWARD_ARCHITECTURES | OUTER_ARCHITECTURES
     named = fields.list_of("architectures", str) or ["(none)"]
     if len(named) != 1 or named[0] not in known:
-        raise fields.refusal("architectures", f"supported are {', '.join(known)}")
+        supported = f"supported are {', '.join([*ARCHITECTURES, *OUTER_ARCHITECTURES])}"
+        raise fields.refusal(
+            "architectures", f"{supported}, and of most families ...ForSequenceClassification"
+        )
     family = known[named[0]]
+    outer = FAMILIES[family].outer
+    if outer is not None and named[0] == outer[0]:
+        if fields.text("model_type", outer[1]) != outer[1]:
+            raise fields.refusal("model_type", f"expected {outer[1]!r}, as architectures says")
+        fields = fields.inner("text_config", "tie_word_embeddings")
     if fields.text("model_type", family) != family:
         raise fields.refusal("model_type", f"expected {family!r}, as architectures says")
-    return family, named[0] in REWARD_ARCHITECTURES
+    fields = fields.filled(FAMILIES[family].defaults)
+    return family, named[0] in REWARD_ARCHITECTURES, fields
 
 
 def refuse_unsupported(fields: ConfigFields, family: Family) -> None:
     """Refuse keys that would make the decoder another function, and features that are not built."""
-    if fields.text("hidden_act", "silu") != "silu":
-        raise fields.refusal("hidden_act", "expected 'silu'")
+    _, activation = ACTIVATIONS[FAMILIES[family].gate]
+    for key, _ in ACTIVATIONS.values():
+        if fields.text(key, activation) != activation:
+            raise fields.refusal(key, f"expected {activation!r}")
     if fields.flag("attention_bias", False) and not FAMILIES[family].qkv_bias:
         raise fields.refusal("attention_bias")
     if fields.has("quantization_config"):
@@ -91,6 +112,10 @@ def read_particulars(
     found["experts"] = _read_experts(fields, family, layers)
     if "attention_multiplier" in FAMILIES[family].computes:
         found["multipliers"] = _read_multipliers(fields, head_dim)
+    if "query_pre_attn_scalar" in FAMILIES[family].computes:
+        scalar = fields.integer("query_pre_attn_scalar", 1, MAX_WIDTH)
+        if scalar != head_dim:
+            found["multipliers"] = Multipliers(attention=scalar**-0.5)
     return found
 
 
@@ -98,7 +123,7 @@ def _read_window(fields: ConfigFields, family: Family, layers: int) -> dict[str,
     """``sliding_window``, and the layers without one."""
     traits = FAMILIES[family]
     if traits.windows == "layer types":
-        return _read_layer_types(fields, traits.default_window, layers)
+        return _read_layer_types(fields, traits, layers)
     window, full_layers = traits.default_window, 0
     if traits.windows == "every layer":
         if "sliding_window" in fields.values:  # null is none
@@ -120,12 +145,16 @@ def _read_window(fields: ConfigFields, family: Family, layers: int) -> dict[str,
     return {"sliding_window": window, "full_layers": full_layers}
 
 
-def _read_layer_types(fields: ConfigFields, window: int | None, layers: int) -> dict[str, Any]:
+def _read_layer_types(fields: ConfigFields, traits: Traits, layers: int) -> dict[str, Any]:
+    window, interval = traits.default_window, traits.default_interval
+    if "sliding_window_pattern" in traits.computes:
+        interval = fields.integer("sliding_window_pattern", 1, MAX_LAYERS, interval)
     if "sliding_window" in fields.values:  # null is none
         window = fields.optional_integer("sliding_window", 1, MAX_POSITIONS)
     kinds = fields.list_of("layer_types", str)
     if kinds is None:
-        kinds = ["sliding_attention" if (n + 1) % 4 else "full_attention" for n in range(layers)]
+        without = every_layer(interval, layers)
+        kinds = ["full_attention" if n in without else "sliding_attention" for n in range(layers)]
     if len(kinds) != layers or not {*kinds} <= {"sliding_attention", "full_attention"}:
         raise fields.refusal(
             "layer_types", f"expected sliding_attention or full_attention for each of {layers}"
@@ -138,7 +167,7 @@ def _read_layer_types(fields: ConfigFields, window: int | None, layers: int) -> 
     return {"sliding_window": window, "windowless_layers": full}
 
 
-def no_rope_layers(interval: int, layers: int) -> tuple[int, ...]:
+def every_layer(interval: int, layers: int) -> tuple[int, ...]:
     """Every layer with a number, from 1 on, that ``interval`` divides."""
     return tuple(range(interval - 1, layers, interval))
 
@@ -153,7 +182,7 @@ def _read_no_rope(fields: ConfigFields, family: Family, layers: int) -> tuple[in
     rotary = fields.list_of("no_rope_layers", int)
     if rotary is None:
         interval = fields.integer("no_rope_layer_interval", 1, MAX_LAYERS, default)
-        return no_rope_layers(interval, layers)
+        return every_layer(interval, layers)
     if len(rotary) < layers or not {*rotary} <= {0, 1}:
         raise fields.refusal("no_rope_layers", f"expected a 0 or 1 for each of {layers} layers")
     return tuple(layer for layer in range(layers) if not rotary[layer])

@@ -39,6 +39,7 @@ from isobit.models.adapters import (
 from isobit.models.checkpoint import FolderCheckpoint, read_json
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape
+from isobit.models.families import FAMILIES
 from isobit.models.function import SampledPolicy
 from isobit.models.hub import hub_folder, is_hub_name
 from isobit.models.master_values import MasterValues
@@ -75,9 +76,9 @@ def model_needs(config: ModelConfig, preset: str) -> backend.ModelNeeds:
     """The requirements of a model in a flow on a back end."""
     shapes = (site.linear for site in decoder_shape(config).sites)
     linears = {(linear.rows, linear.in_features): linear for linear in shapes if linear is not None}
-    return backend.ModelNeeds(
-        config.num_heads, config.num_kv_heads, config.head_dim, preset, tuple(linears.values())
-    )
+    sizes = config.num_heads, config.num_kv_heads, config.head_dim
+    gate = FAMILIES[config.family].gate
+    return backend.ModelNeeds(*sizes, preset, tuple(linears.values()), gate)
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -23,7 +23,8 @@ from isobit.kernels.operands import (
     observe,
 )
 from isobit.kernels.sizes import Sizes
-from isobit.models.config import Lora
+from isobit.models.config import Lora, ModelConfig
+from isobit.models.families import FAMILIES
 from isobit.models.tensor_parallel import WHOLE, Cuts, TensorParallel
 from isobit.precision.flow import Graph, LinearShape, SiteShape
 from isobit.precision.kv_scales import KvScales
@@ -72,6 +73,10 @@ class Master:
     """The tensors in PEFT's files that are concatenated in a matrix of LoRA, which has no
     ``parts``; with their rows.
     """
+    offset: float = 0.0
+    """What is added to a plain tensor's published numbers, which are FP32 then: 1 for norms whose
+    weights have their centre at zero.
+    """
 
     def of_checkpoint(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """The checkpoint's tensors by name: the parts' rows of ``values``, not copied."""
@@ -103,9 +108,9 @@ class UnitBytes:
     attended_gradients: int = 0  # the same in its backward
 
 
-def norm_master(width: int, name: str) -> Master:
+def norm_master(width: int, name: str, offset: float = 0.0) -> Master:
     """The weight [width] of an RMSNorm, which the checkpoint calls ``name``."""
-    return Master((width,), {name: width})
+    return Master((width,), {name: width}, offset=offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,9 +359,7 @@ def observe_input(x: LinearInput, path: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm at the start of a unit: h = h + x, y = RMSNorm(h), in the format of y's reader. Where
-    it is behind the unit, y = h and the unit's output x = RMSNorm(x).
-    """
+    """RMSNorm: h = h + x, y = RMSNorm(h), in the format of y's reader."""
 
     path: str
     width: int
@@ -364,34 +367,25 @@ class Norm:
     epsilon: float
     residual: str  # the observer's name of the sum h + x
     linear: str | None = None
-    """The linear that reads y; None for the last norm, which lm_head reads."""
+    """The linear that reads y; None for the last norm, which lm_head reads, and for one behind a
+    unit.
+    """
     is_frozen: bool = False
     scale: float = 1.0
     """The factor of the last norm's output."""
-    is_behind: bool = False
+    offset: float = 0.0
+    """What is added to its weights."""
 
     def masters(self) -> dict[str, Master]:
-        return {f"{self.path}.weight": norm_master(self.width, self.checkpoint_name)}
+        return {f"{self.path}.weight": norm_master(self.width, self.checkpoint_name, self.offset)}
 
     def forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, save: bool
     ) -> tuple[torch.Tensor, LinearInput]:
         """h and x [T, C] -> the residual stream, and its norm as the linear reads it."""
-        assert self.linear is not None
-        if self.is_behind:
-            h = h if x is None else observe(h + x, self.residual)
-            return h, weights.backend.linear_input(h, weights.linears[self.linear].site, save)
         h, _, read = self._forward(weights, h, x, save)
         assert read is not None
         return h, read
-
-    def behind(self, weights: Weights, x: torch.Tensor) -> torch.Tensor:
-        """A unit's output [T, C] -> what it adds to the residual stream."""
-        if not self.is_behind:
-            return x
-        norm = self._forward(weights, x, None, save=False)[1]
-        assert norm is not None
-        return norm
 
     def keeping(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None
@@ -418,8 +412,7 @@ class Norm:
         save: bool,
         keep: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, LinearInput | None]:
-        reader = None if self.is_behind else self.linear
-        site = None if reader is None else weights.linears[reader].site
+        site = None if self.linear is None else weights.linears[self.linear].site
         weight = weights.plain[f"{self.path}.weight"]
         result = weights.backend.add_rms_norm(h, x, weight, self.epsilon, site, save, keep)
         if x is not None:
@@ -436,29 +429,107 @@ class Norm:
         h: torch.Tensor,
         d_residual: torch.Tensor | None,
     ) -> torch.Tensor:
-        """d_residual + the gradient through the norm, whose input is h, [T, C]; or d_residual + dy
-        where the norm is behind.
-        """
-        if self.is_behind:
-            assert d_residual is not None
-            return d_residual + dy
-        return self._backward(weights, gradient, dy, h, d_residual)
-
-    def behind_backward(
-        self, weights: Weights, gradient: Gradient, d: torch.Tensor, x: torch.Tensor
-    ) -> torch.Tensor:
-        """The gradient of ``behind`` -> that of its input x, [T, C]."""
-        return self._backward(weights, gradient, d, x, None) if self.is_behind else d
-
-    def _backward(
-        self,
-        weights: Weights,
-        gradient: Gradient,
-        dy: torch.Tensor,
-        h: torch.Tensor,
-        d_residual: torch.Tensor | None,
-    ) -> torch.Tensor:
+        """d_residual + the gradient through the norm, whose input is h, [T, C]."""
         name = f"{self.path}.weight"
         weight, dy = weights.plain[name], dy if self.scale == 1 else dy * self.scale
         grad = None if self.is_frozen else gradient(name)
         return weights.backend.rms_norm_backward(dy, h, weight, self.epsilon, d_residual, grad)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitNorms:
+    """The norms of attention or an MLP, in front of it, behind it, or on both sides:
+
+    h = h + x      y = front(h)      x = behind(unit(y))
+
+    Without one in front the unit reads h itself.
+    """
+
+    residual: str  # the observer's name of the sum h + x
+    linear: str  # that reads y
+    front: Norm | None
+    behind: Norm | None
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, unit: Literal["attention", "mlp"], layer: int, linear: str
+    ) -> "UnitNorms":
+        path, traits, is_mlp = f"layers.{layer}", FAMILIES[config.family], unit == "mlp"
+        residual = f"{path}.attention_residual" if is_mlp else f"layers.{layer - 1}.mlp_residual"
+
+        def norm(name: str, checkpoint_name: str, reader: str | None) -> Norm:
+            return Norm(
+                f"{path}.{name}",
+                config.hidden_size,
+                f"model.{path}.{checkpoint_name}_layernorm.weight",
+                config.stream_epsilon,
+                residual,
+                reader,
+                config.lora is not None,
+                offset=traits.norm_offset,
+            )
+
+        front = behind = None
+        if traits.norms != "behind":
+            in_front_of_mlp = "pre_feedforward" if traits.norms == "both" else "post_attention"
+            names = ("post_attention_norm", in_front_of_mlp) if is_mlp else ("input_norm", "input")
+            front = norm(*names, linear)
+        if traits.norms != "in front":
+            names = ("mlp", "post_feedforward") if is_mlp else ("attention", "post_attention")
+            behind = norm(f"{names[0]}_output_norm", names[1], None)
+        return cls(residual, linear, front, behind)
+
+    def masters(self) -> dict[str, Master]:
+        return {
+            name: master
+            for norm in (self.front, self.behind)
+            if norm is not None
+            for name, master in norm.masters().items()
+        }
+
+    def forward(
+        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, save: bool
+    ) -> tuple[torch.Tensor, LinearInput]:
+        """h and x [T, C] -> the residual stream, and y as the linear reads it."""
+        if self.front is not None:
+            return self.front.forward(weights, h, x, save)
+        h = h if x is None else observe(h + x, self.residual)
+        return h, weights.backend.linear_input(h, weights.linears[self.linear].site, save)
+
+    def output(self, weights: Weights, x: torch.Tensor) -> torch.Tensor:
+        """A unit's output [T, C] -> what it adds to the residual stream."""
+        return x if self.behind is None else self.behind.final(weights, x, None)[1]
+
+    def saved(
+        self, h: torch.Tensor, x: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The residual stream and a unit's output, each where the backward of a norm reads it."""
+        return None if self.front is None else h, None if self.behind is None else x
+
+    def backward(
+        self,
+        weights: Weights,
+        gradient: Gradient,
+        dy: torch.Tensor,
+        h: torch.Tensor | None,
+        d_residual: torch.Tensor,
+    ) -> torch.Tensor:
+        """d_residual + the gradient of y, through the norm in front, whose input is h: [T, C]."""
+        if self.front is None:
+            return d_residual + dy
+        assert h is not None, "the forward has saved"
+        return self.front.backward(weights, gradient, dy, h, d_residual)
+
+    def output_backward(
+        self, weights: Weights, gradient: Gradient, d: torch.Tensor, x: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The gradient of ``output`` -> that of its input x, [T, C]."""
+        if self.behind is None:
+            return d
+        assert x is not None, "the forward has saved"
+        return self.behind.backward(weights, gradient, d, x, None)
+
+    @property
+    def saved_streams(self) -> int:
+        """The tensors of the residual stream's size that ``saved`` keeps."""
+        return (self.front is not None) + (self.behind is not None)

@@ -3,6 +3,8 @@
     h = h + x     b = norm(h)     x = down_proj(silu(gate) * up),   (gate, up) = gate_up_proj(b)
                                   x = sum over a token's k experts e of w_e MLP_e(b)
 
+GELU may stand for silu (``Traits.gate``), and norms behind the MLP (``UnitNorms``).
+
 The router, a matrix [E, C], chooses each token's experts and their weights in FP32; it is never
 quantised. Gate and up of all experts are one master [E 2 I, C], down another [E C, I], expert after
 expert. The gradients of the router's own losses come from ``Routes``.
@@ -16,6 +18,7 @@ import torch
 
 from isobit.kernels.operands import (
     ExpertGradients,
+    Gate,
     LinearInput,
     LinearWeight,
     RoutedExperts,
@@ -33,9 +36,9 @@ from isobit.models.layers import (
     Gradient,
     Linear,
     Master,
-    Norm,
     SavedInput,
     UnitBytes,
+    UnitNorms,
     Weights,
     observe_input,
 )
@@ -113,29 +116,12 @@ def _powers(count: int, device: torch.device) -> torch.Tensor:
     return torch.tensor(signed).to(device)
 
 
-def _norm(config: ModelConfig, path: str, linear: str) -> Norm:
-    """The norm behind the attention of a layer, which ``linear`` reads, or behind the MLP."""
-    is_behind = FAMILIES[config.family].norms_behind
-    own, theirs = "post_attention_norm", "post_attention"
-    if is_behind:
-        own, theirs = "mlp_output_norm", "post_feedforward"
-    return Norm(
-        f"{path}.{own}",
-        config.hidden_size,
-        f"model.{path}.{theirs}_layernorm.weight",
-        config.stream_epsilon,
-        residual=f"{path}.attention_residual",
-        linear=linear,
-        is_frozen=config.lora is not None,
-        is_behind=is_behind,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class SavedMlp:
     """Tensors that the backward reads. Inputs of linears are in the format of WGrad's operand."""
 
-    h: torch.Tensor  # what the norm reads: the residual stream, or the output that it is behind
+    h: torch.Tensor | None  # the residual stream, where a norm in front reads it
+    made: torch.Tensor | None  # the unit's output, where a norm behind reads it
     normed: SavedInput  # of gate and up
     gate_up: torch.Tensor
     activation: SavedInput  # of down
@@ -151,7 +137,8 @@ class Mlp:
         self._path = path
         self._layer = layer
         self._hidden = hidden
-        self._norm = _norm(config, path, f"{path}.gate_up_proj")
+        self._gate: Gate = FAMILIES[config.family].gate
+        self._norms = UnitNorms.of(config, "mlp", layer, f"{path}.gate_up_proj")
         checkpoint = f"model.{path}.mlp"
         halves = {"gate_proj": width, "up_proj": width}
         gate_up = LinearShape({"gate_up_proj": 2 * width} if config.is_fused else halves, hidden)
@@ -163,7 +150,7 @@ class Mlp:
         return *self._gate_up.sites(self._layer), *self._down.sites(self._layer)
 
     def masters(self) -> dict[str, Master]:
-        return {**self._norm.masters(), **self._gate_up.masters(), **self._down.masters()}
+        return {**self._norms.masters(), **self._gate_up.masters(), **self._down.masters()}
 
     def forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None
@@ -171,43 +158,43 @@ class Mlp:
         """h and x [T, C] -> the residual stream, and what is to be added to it. ``routes`` is for
         experts.
         """
-        h, b = self._norm.forward(weights, h, x, self._gate_up.saves(save=False))
+        h, b = self._norms.forward(weights, h, x, self._gate_up.saves(save=False))
         gate_up = self._gate_up.forward(weights, b)
         self._observe(weights, gate_up)
         site, split = weights.linears[self._down.path].site, weights.tensor_parallel
         if split.cuts_groups(site, split.width):
-            mine = weights.backend.swiglu(gate_up)
+            mine = weights.backend.swiglu(gate_up, self._gate)
             activation = self._down.input(weights, mine, False, split.width)
         else:
             save = self._down.saves(save=False)
-            activation = weights.backend.swiglu_input(gate_up, site, save)
-        return h, self._norm.behind(weights, self._down.joined(weights, activation, split.width))
+            activation = weights.backend.swiglu_input(gate_up, site, save, self._gate)
+        return h, self._norms.output(weights, self._down.joined(weights, activation, split.width))
 
     def saving_forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None
     ) -> tuple[torch.Tensor, torch.Tensor, SavedMlp]:
         """The same bits, and what the backward reads."""
-        h, b = self._norm.forward(weights, h, x, self._gate_up.saves(save=True))
+        h, b = self._norms.forward(weights, h, x, self._gate_up.saves(save=True))
         gate_up, normed = self._gate_up.saving_forward(weights, b)
         self._observe(weights, gate_up)
-        site = weights.linears[self._down.path].site
-        activation = weights.backend.swiglu_input(gate_up, site, self._down.saves(save=True))
+        site, save = weights.linears[self._down.path].site, self._down.saves(save=True)
+        activation = weights.backend.swiglu_input(gate_up, site, save, self._gate)
         out, saved = self._down.saving_forward(weights, activation)
-        read = out if self._norm.is_behind else h
-        return h, self._norm.behind(weights, out), SavedMlp(read, normed, gate_up, saved)
+        kept = SavedMlp(*self._norms.saved(h, out), normed, gate_up, saved)
+        return h, self._norms.output(weights, out), kept
 
     def again(self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None) -> SavedMlp:
         """Compute again what ``saving_forward`` saves, from the residual stream h + x, without
         down_proj unless the norm is behind it.
         """
-        if self._norm.is_behind:
+        if self._norms.behind is not None:
             return self.saving_forward(weights, h, x, None)[2]
-        h, b = self._norm.forward(weights, h, x, self._gate_up.saves(save=True))
+        h, b = self._norms.forward(weights, h, x, self._gate_up.saves(save=True))
         gate_up, normed = self._gate_up.saving_forward(weights, b)
         site, saved = weights.linears[self._down.path].site, None
         if self._down.saves(save=True):
-            saved = weights.backend.swiglu_saved(gate_up, site)
-        return SavedMlp(h, normed, gate_up, self._down.saved(weights, saved))
+            saved = weights.backend.swiglu_saved(gate_up, site, self._gate)
+        return SavedMlp(h, None, normed, gate_up, self._down.saved(weights, saved))
 
     def backward(
         self,
@@ -218,12 +205,13 @@ class Mlp:
         routes: Routes | None,
     ) -> torch.Tensor:
         """The gradient of the residual stream after this unit [T, C] -> before it."""
-        d_out = self._norm.behind_backward(weights, gradient, d, saved.h)
+        d_out = self._norms.output_backward(weights, gradient, d, saved.made)
         d_activation = self._down.backward(weights, gradient, d_out, saved.activation)
         site = weights.linears[self._gate_up.path].site
-        d_gate_up = weights.backend.swiglu_backward(d_activation, saved.gate_up, site)
+        gate_up, gate = saved.gate_up, self._gate
+        d_gate_up = weights.backend.swiglu_backward(d_activation, gate_up, site, gate)
         d_b = self._gate_up.backward(weights, gradient, d_gate_up, saved.normed)
-        return self._norm.backward(weights, gradient, d_b, saved.h, d)
+        return self._norms.backward(weights, gradient, d_b, saved.h, d)
 
     def bytes(self, sizes: Sizes, graph: Graph) -> UnitBytes:
         a = DTYPES[graph.activations].itemsize
@@ -235,21 +223,22 @@ class Mlp:
             self._down.adapter_bytes(graph),
         )
         saved = self._gate_up.saved_bytes(sizes, graph) + self._down.saved_bytes(sizes, graph)
+        is_behind = self._norms.behind is not None
         return UnitBytes(
-            saved=stream + gate_up + saved,
+            saved=self._norms.saved_streams * stream + gate_up + saved,
             input=stream,
             read=read,
             kept=max(self._gate_up.adapter_bytes(graph), activation + down_adapter)
-            + (stream if self._norm.is_behind else 0),
+            + (stream if is_behind else 0),
             made=(read or stream)
             + gate_up
             + (activation or a * width)
             + down_adapter
-            + (stream if self._norm.is_behind else 0),
+            + (stream if is_behind else 0),
             gradients=self._gate_up.adapter_bytes(graph, backward=True)
             + a * width
             + sizes.gradient(gate_up_site, 2 * width, self._hidden)
-            + (3 if self._norm.is_behind else 2) * stream,
+            + (3 if is_behind else 2) * stream,
             once=max(
                 sizes.transposed(site, linear.shape.in_features)
                 for site, linear in ((gate_up_site, self._gate_up), (down_site, self._down))
@@ -259,7 +248,7 @@ class Mlp:
     def _observe(self, weights: Weights, gate_up: torch.Tensor) -> None:
         """Show the activation, which normally exists only as down_proj reads it."""
         if is_observed():
-            observe(weights.backend.swiglu(gate_up), self._path, "activation")
+            observe(weights.backend.swiglu(gate_up, self._gate), self._path, "activation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +274,9 @@ class MixtureOfExperts:
         self._layer = layer
         self._experts = experts
         self._hidden = hidden
-        self._norm = _norm(config, path, f"{path}.experts.gate_up_proj")
+        norms = UnitNorms.of(config, "mlp", layer, f"{path}.experts.gate_up_proj")
+        assert norms.front is not None, "experts have a norm in front of them"
+        self._norm = norms.front
         checkpoint = f"model.{path}.{names.block}"
         self.router = f"{path}.router"
         self._router_name = f"{checkpoint}.gate.weight"

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from isobit.models.config import ModelConfig
+from isobit.models.families import FAMILIES
 from isobit.models.master_values import MasterValues, master_of
 
 _READERS = {
@@ -38,16 +40,23 @@ def outstanding(norm: torch.Tensor) -> torch.Tensor:
         factor = torch.where(stand_out, factor * torch.exp2(torch.log2(times).ceil()), factor)
 
 
+def norm_offset(config: ModelConfig) -> float:
+    """What is added to the weights of a decoder's norms."""
+    return FAMILIES[config.family].norm_offset
+
+
 def fold_norms(
     masters: Iterable[tuple[str, MasterValues]],
     is_folded: Callable[[str], bool],
     note: Callable[[int], None],
+    offset: float = 0.0,
 ) -> Iterator[tuple[str, MasterValues]]:
     """The masters of a decoder in which no channel of a norm stands out, where ``is_folded`` of the
     linear that reads it, by path: INT8 has one scale a token, in which such a channel would leave
     the others few steps.  The norm's weights are divided by ``outstanding`` and the columns of what
     reads it multiplied: the same function, and in BF16 the same numbers times powers of two.
-    ``note`` gets the number of channels of each norm that is changed.
+    ``note`` gets the number of channels of each norm that is changed; ``offset`` is
+    ``norm_offset``.
     """
     factors: dict[str, torch.Tensor] = {}
     for name, values in masters:
@@ -57,10 +66,10 @@ def fold_norms(
         if any(map(is_folded, readers)):
             assert isinstance(values, torch.Tensor), "a norm is not quantised"
             # A plan's norms are shapes without numbers.
-            factor = None if values.is_meta else outstanding(values)
+            factor = None if values.is_meta else outstanding(values + offset)
             if factor is not None and (channels := int((factor > 1).sum())):
                 note(channels)
-                values = values / factor
+                values = (values + offset) / factor - offset if offset else values / factor
                 factors |= dict.fromkeys(readers, factor)
         elif path in factors:
             wide = values if isinstance(values, torch.Tensor) else master_of(values)

@@ -272,7 +272,7 @@ def random_policy(
     world: World = ALONE,
     slots: Slots = ONE_SLOT,
 ) -> Policy:
-    """Masters as transformers draws them: matrices N(0, 0.02), norms 1; biases and values 0.
+    """Masters as transformers draws them: matrices N(0, 0.02), norms as 1; biases and values 0.
     Adapters as PEFT does.
     """
     masters = drawn_adapters(random_masters(config, seed, device), config, seed)
@@ -299,6 +299,9 @@ def random_masters(
             yield (
                 name,
                 torch.full(
-                    shape, 0.0 if name.endswith("bias") else 1.0, device=device, dtype=torch.float32
+                    shape,
+                    0.0 if name.endswith("bias") else 1.0 - master.offset,
+                    device=device,
+                    dtype=torch.float32,
                 ),
             )

@@ -17,7 +17,7 @@ from isobit.models.config import ModelConfig, inverse_frequencies, rotary_scales
 from isobit.models.decoder import LM_HEAD, build_decoder
 from isobit.models.layers import Weights
 from isobit.models.master_values import MasterValues, ScaleConversion, is_taken, master_of
-from isobit.models.outliers import about_folded, fold_norms
+from isobit.models.outliers import about_folded, fold_norms, norm_offset
 from isobit.models.rope import LongRopeScaling
 from isobit.models.safetensors import checksum_of
 from isobit.parallel.world import ALONE, World
@@ -68,8 +68,11 @@ class PublishedWeights:
         if config.no_rope_layers:
             rope = rope.with_unturned()
         elif config.other_rope_layers:
-            plain = inverse_frequencies(replace(config, rope_scaling=None))
-            rope = replace(rope, other=RopeTable.build(plain, config.max_positions))
+            theta = config.window_rope_theta or config.rope_theta
+            own = replace(config, rope_scaling=None, rope_theta=theta)
+            scales = rotary_scales(own)
+            other = RopeTable.build(inverse_frequencies(own), config.max_positions, scales)
+            rope = replace(rope, other=other)
         rope, decoder = rope.to(backend.device), build_decoder(config)
         self.sides: dict[Side, Weights] = {
             side: Weights(backend, rope, flow.graph(side)) for side in SIDES
@@ -123,7 +126,7 @@ class PublishedWeights:
         self, masters: Iterable[tuple[str, MasterValues]], note: Callable[[int], None]
     ) -> Iterator[tuple[str, MasterValues]]:
         """A folder's masters, in the order of the forward, as the flow has them."""
-        return fold_norms(masters, self._is_int8, note)
+        return fold_norms(masters, self._is_int8, note, norm_offset(self._config))
 
     @torch.no_grad()
     def publish(self, name: str, master: torch.Tensor) -> None:
@@ -136,7 +139,7 @@ class PublishedWeights:
             for side, site in self._sites(path).items():
                 self.sides[side].linears[path] = published[site]
             return
-        held = master.to(DTYPES[self._flow.training.activations], copy=True)  # for both sides
+        held = self._rounded(name, master)  # for both sides
         if kind == "bias":
             with_bias: dict[int, LinearWeight] = {}
             for weights in self.sides.values():
@@ -185,7 +188,13 @@ class PublishedWeights:
             for bias in _distinct([held.bias for held in self._of(path)]):
                 bias[first:last].copy_(rows)
         else:
-            self.sides["rollout"].plain[name][first:last].copy_(rows)
+            self.sides["rollout"].plain[name][first:last].copy_(self._rounded(name, rows))
+
+    def _rounded(self, name: str, master: torch.Tensor) -> torch.Tensor:
+        """A copy of what is no matrix, as both sides read it."""
+        held = master.to(DTYPES[self._flow.training.activations], copy=True)
+        offset = self._described[name].offset
+        return held.float().add_(offset) if offset else held
 
     @torch.no_grad()
     def gather(

@@ -176,6 +176,7 @@ _KEYS = {
     "long_factor",
 }  # fmt: skip
 """All known keys of the table; a kind ignores the keys of the others, as transformers does."""
+_OF_DEFAULT = {"rope_type", "rope_theta"}
 
 Rope = tuple[float, RopeScaling | None, float]  # theta, scaling and partial_rotary_factor
 
@@ -195,10 +196,29 @@ def read_rope(fields: ConfigFields, traits: Traits, max_positions: int, head_dim
     return read[0]
 
 
-def rope_json(
-    theta: float, scaling: RopeScaling | None, partial: float, traits: Traits
-) -> dict[str, Any]:
-    """The keys of a config.json, for old and new readers."""
+def read_window_theta(fields: ConfigFields, traits: Traits, theta: float) -> float:
+    """The theta of layers with a window, in a family with layer types; ``theta`` is that of the
+    others. Raises ModelError.
+    """
+    if traits.default_window_theta is None:
+        return theta
+    key, default = "rope_local_base_freq", traits.default_window_theta
+    own = fields.number(key, _MIN_THETA, _MAX_THETA, default)
+    tables = fields.table("rope_parameters")
+    table = None if tables is None else tables.table("sliding_attention")
+    if table is None:
+        return own
+    local = _theta(table, own)
+    if fields.has(key) and local != own:
+        raise table.refusal("rope_theta", f"{key} is {own:g}")
+    return local
+
+
+def rope_json(rope: Rope, window_theta: float | None, traits: Traits) -> dict[str, Any]:
+    """The keys of a config.json, for old and new readers; ``window_theta`` is that of layers with a
+    window, where it is another.
+    """
+    theta, scaling, partial = rope
     turned = {} if partial == 1 else {"partial_rotary_factor": partial}
     if scaling is None:
         kind: dict[str, Any] = {"rope_type": "default"}
@@ -215,8 +235,11 @@ def rope_json(
         older["original_max_position_embeddings"] = scaling.original_max_position_embeddings
     parameters = kind | {"rope_theta": theta} | turned
     if traits.windows == "layer types":
-        plain = {"rope_type": "default", "rope_theta": theta}
+        local = window_theta or theta
+        plain = {"rope_type": "default", "rope_theta": local}
         parameters = {"full_attention": parameters, "sliding_attention": plain}
+        if traits.default_window_theta is not None:
+            older["rope_local_base_freq"] = local
     return {
         "rope_theta": theta,
         "rope_parameters": parameters,
@@ -228,13 +251,19 @@ def rope_json(
 def _of_full_layers(
     table: ConfigFields, fields: ConfigFields, traits: Traits, head_dim: int
 ) -> ConfigFields:
-    """Of OLMo 3's two tables that of layers without a window; the other scales nothing."""
+    """Of two tables that of layers without a window; the other scales nothing."""
     full = table.table("full_attention") if traits.windows == "layer types" else None
     if full is None:
+        if traits.default_window_theta is not None and table.within.endswith("rope_parameters."):
+            raise fields.refusal("rope_parameters", "expected full_attention in it")
         return table
     if unknown := sorted(table.values.keys() - {"full_attention", "sliding_attention"}):
         raise table.refusal(unknown[0], "expected full_attention and sliding_attention alone")
     other = table.table("sliding_attention")
+    if other is not None and traits.default_window_theta is not None:
+        if other.text("rope_type", "default") != "default" or other.values.keys() - _OF_DEFAULT:
+            raise table.refusal("sliding_attention", "expected the default kind, with a rope_theta")
+        return full
     theta = _theta(full, _theta(fields, traits.default_rope_theta))
     if other is not None and _read_table(other, fields, traits, 1, head_dim) != (theta, None, 1.0):
         raise table.refusal("sliding_attention", f"expected the default kind, of theta {theta:g}")

@@ -35,10 +35,12 @@ import torch
 from isobit.data.stop_tokens import named_stops, stop_token_ids
 from isobit.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from isobit.kernels.backend import backend_of
+from isobit.models.checkpoint import open_checkpoint
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, checkpoint_shapes
+from isobit.models.larger_model import TOKEN_IDS, LargerModel, is_larger
 from isobit.models.master_values import parts_of
-from isobit.models.outliers import about_folded, fold_norms
+from isobit.models.outliers import about_folded, fold_norms, norm_offset
 from isobit.models.policy import Policy
 from isobit.models.quantised_checkpoint import fp8_config, int8_config
 from isobit.models.safetensors import (
@@ -259,7 +261,8 @@ def _folded(
                 yield name, tensors.tensor(next(iter(master.parts))).float()
 
     factors: dict[str, torch.Tensor] = {}  # of columns, and the weights of norms
-    for name, row in fold_norms(rows(), int8.__contains__, channels.append):
+    offset = norm_offset(config)
+    for name, row in fold_norms(rows(), int8.__contains__, channels.append, offset):
         assert isinstance(row, torch.Tensor), "no row is quantised"
         if row.ndim == 1 or bool((row != 1).any()):
             factors |= dict.fromkeys(described[name].parts, row)
@@ -332,7 +335,7 @@ def published_tensors(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     for name, master in policy.decoder.masters().items():
         path = name.rpartition(".")[0]
         if master.kind == "plain":
-            values = weights.plain[name].bfloat16()
+            values = (weights.plain[name] - master.offset).bfloat16()
             is_table = name == policy.decoder.lm_head.master or name.startswith("embed")
             yield next(iter(master.parts)), values[:drawn] if is_table else values
             continue
@@ -378,7 +381,6 @@ TEXT_FILES = (
 )
 """Files that describe text rather than weights; they are copied."""
 TEMPLATES = "additional_chat_templates"  # a folder of further chat templates
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class PolicyTensors:
@@ -463,9 +465,14 @@ def write_folder(
     tokenizer_from: Path | None = None,
     limit: int = SHARD_BYTES,
 ) -> dict[str, str]:
-    """Write a model folder, one tensor at a time; -> the SHA-256 of each file of tensors."""
+    """Write a model folder, one tensor at a time; -> the SHA-256 of each file of tensors. What
+    ``tokenizer_from`` has around this decoder is copied.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     described = config.to_hf()
+    larger = None if tokenizer_from is None else _larger_model(tokenizer_from, config)
+    if larger is not None:
+        described, contents = larger.around(described), _beside_rest(larger, contents)
     if tokenizer_from is not None:
         given = {key: value for key, value in described.items() if value is not None}
         described |= _token_ids(tokenizer_from) | given
@@ -476,11 +483,41 @@ def write_folder(
     return write_shards(folder, contents.layout, contents.value, limit)
 
 
+def _larger_model(source: Path, decoder: ModelConfig) -> LargerModel | None:
+    """The larger model in a folder that a decoder is a part of, if it is one."""
+    path = source / "config.json"
+    config = json.loads(read_plain(path)) if path.is_file() else {}
+    if not is_larger(config):
+        return None
+    larger = LargerModel.of(config, open_checkpoint(source))
+    return larger if larger.holds(decoder) else None
+
+
+def _beside_rest(larger: LargerModel, contents: Contents) -> Contents:
+    """The tensors of a decoder by their names in a larger model, and the rest of that."""
+    ours = {larger.name(name): name for name in contents.layout}
+    layout = {theirs: contents.layout[name] for theirs, name in ours.items()}
+    for name, one in larger.rest.items():
+        layout[name] = _meta(one.shape, one.mapped.dtype)
+
+    def value(name: str) -> torch.Tensor:
+        return contents.value(ours[name]) if name in ours else larger.rest[name].mapped
+
+    made = contents.quantization
+    return replace(
+        contents,
+        layout=layout,
+        value=value,
+        quantization=None if made is None else larger.quantisation(made),
+        not_whole=tuple(map(larger.name, contents.not_whole)),
+    )
+
+
 def _token_ids(source: Path) -> dict[str, Any]:
     """The special tokens that another folder's config.json names."""
     path = source / "config.json"
     config = json.loads(read_plain(path)) if path.is_file() else {}
-    return {key: config[key] for key in _TOKEN_IDS if config.get(key) is not None}
+    return {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
 
 
 _OF_A_MACHINE = ("name_or_path", "tokenizer_file", "special_tokens_map_file", "vocab_file")

@@ -17,7 +17,7 @@ from isobit.data.stop_tokens import stop_token_ids
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer, pad_token_id, tokenizer_size
 from isobit.models.config import Experts, Lora, ModelConfig
 from isobit.models.families import FAMILIES
-from isobit.models.family_keys import no_rope_layers
+from isobit.models.family_keys import every_layer
 from isobit.models.folder import (
     DescribedModel,
     LoadedModel,
@@ -175,7 +175,7 @@ def decoder_of(shape: ModelShape, tokens: int) -> ModelConfig:
 
 def _no_rope_layers(shape: ModelShape) -> tuple[int, ...]:
     interval = FAMILIES[shape.family].default_no_rope_interval
-    return () if interval is None else no_rope_layers(interval, shape.num_layers)
+    return () if interval is None else every_layer(interval, shape.num_layers)
 
 
 def check_shape(shape: ModelShape) -> None:

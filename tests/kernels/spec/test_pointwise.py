@@ -5,6 +5,7 @@ operations that must have the bits of the single ones.
 import pytest
 import torch
 
+from isobit.kernels.operands import Gate
 from isobit.kernels.spec.linear import linear_input, output_gradient
 from isobit.kernels.spec.pointwise import (
     add_rms_norm,
@@ -75,16 +76,43 @@ def test_far_from_zero_it_is_the_line_or_nothing() -> None:
     assert d.tolist() == [2.0, 0.0, 300.0, 0.0]
 
 
+def test_geglu_is_gelu_by_tanh_and_its_gradient_that_of_autograd() -> None:
+    """Against FP64, from where it is nothing to where it is the line."""
+    gate = torch.cat([torch.linspace(-9, 9, 1001), torch.tensor([-3e4, -60.0, 60.0, 3e4])])
+    gate_up, dy = torch.cat([gate, torch.randn(len(gate))])[None], torch.randn(1, len(gate))
+    exact = gate_up.double().requires_grad_()
+    g, up = exact.chunk(2, -1)
+    expected = torch.nn.functional.gelu(g, approximate="tanh") * up
+    expected.backward(dy.double())
+    ours = swiglu(gate_up, "gelu_tanh").double()
+    torch.testing.assert_close(ours, expected.detach(), atol=1e-6, rtol=1e-6)
+    d = swiglu_backward(dy, gate_up, site("fp32"), "gelu_tanh").rows
+    assert isinstance(d, torch.Tensor) and exact.grad is not None
+    torch.testing.assert_close(d.double(), exact.grad, atol=2e-6, rtol=2e-6)
+
+
+def test_geglu_of_a_row_has_its_bits_at_any_place() -> None:
+    gate_up, dy = torch.randn(9, 2 * 77).bfloat16(), torch.randn(9, 77).bfloat16()
+    d = swiglu_backward(dy, gate_up, site("bf16"), "gelu_tanh").rows
+    assert isinstance(d, torch.Tensor)
+    for row in range(9):
+        one = slice(row, row + 1)
+        assert torch.equal(swiglu(gate_up[one], "gelu_tanh"), swiglu(gate_up, "gelu_tanh")[one])
+        alone = swiglu_backward(dy[one], gate_up[one], site("bf16"), "gelu_tanh").rows
+        assert isinstance(alone, torch.Tensor) and torch.equal(alone, d[one])
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("where", SITES, ids=lambda s: f"{s.forward}-{s.wgrad}")
-def test_operands_are_those_of_the_single_operations(where: Site) -> None:
+def test_operands_are_those_of_the_single_operations(where: Site, gate: Gate) -> None:
     dtype = torch.float32 if where.forward == "fp32" else torch.bfloat16
     gate_up, dy = torch.randn(140, 256).to(dtype), torch.randn(140, 128).to(dtype)
-    expected = linear_input(swiglu(gate_up), where, save=True)
-    made = swiglu_input(gate_up, where, save=True)
+    expected = linear_input(swiglu(gate_up, gate), where, save=True)
+    made = swiglu_input(gate_up, where, True, gate)
     assert same(made.read, expected.read) and same(made.saved, expected.saved)
-    assert same(swiglu_saved(gate_up, where), expected.saved)
+    assert same(swiglu_saved(gate_up, where, gate), expected.saved)
     assert swiglu_input(gate_up, where).saved is None
-    d_gate_up = swiglu_backward(dy, gate_up, site("bf16")).rows
+    d_gate_up = swiglu_backward(dy, gate_up, site("bf16"), gate).rows
     assert isinstance(d_gate_up, torch.Tensor)
-    whole, parts = swiglu_backward(dy, gate_up, where), output_gradient(d_gate_up, where)
+    whole, parts = swiglu_backward(dy, gate_up, where, gate), output_gradient(d_gate_up, where)
     assert same(whole.rows, parts.rows) and same(whole.tokens, parts.tokens)

@@ -59,7 +59,14 @@ from isobit.kernels.hopper.token_groups import (
     tile_grid,
     widen,
 )
-from isobit.kernels.operands import LinearInput, Normed, Operand, OutputGradient, is_observed
+from isobit.kernels.operands import (
+    Gate,
+    LinearInput,
+    Normed,
+    Operand,
+    OutputGradient,
+    is_observed,
+)
 from isobit.kernels.triton.device_functions import add_block_sums, padded_size, rotated_row
 from isobit.kernels.triton.quantise import (
     QuantRows,
@@ -233,8 +240,11 @@ def rms_norm_backward(
     return dh
 
 
-def swiglu_input(gate_up: torch.Tensor, site: Site, save: bool = False) -> LinearInput:
+def swiglu_input(
+    gate_up: torch.Tensor, site: Site, save: bool = False, gate: Gate = "silu"
+) -> LinearInput:
     """gate_up BF16 [T, 2 C] -> ``swiglu`` as the linear ``site`` reads it."""
+    assert gate == "silu", "support.model_problem refuses the others"
     if site.forward not in EIGHT_BITS:
         return linear_input(swiglu(gate_up), site, save)
     if save and site.wgrad == "e4m3":
@@ -249,15 +259,17 @@ def swiglu_input(gate_up: torch.Tensor, site: Site, save: bool = False) -> Linea
     return LinearInput(swiglu_quantise(gate_up, site.scales, kept), kept)
 
 
-def swiglu_saved(gate_up: torch.Tensor, site: Site) -> Operand:
+def swiglu_saved(gate_up: torch.Tensor, site: Site, gate: Gate = "silu") -> Operand:
     """``swiglu`` as the linear's WGrad reads it."""
+    assert gate == "silu", "support.model_problem refuses the others"
     return swiglu_tokens(gate_up, site.scales) if site.wgrad == "e4m3" else swiglu(gate_up)
 
 
 def swiglu_backward(
-    d_activation: torch.Tensor, gate_up: torch.Tensor, site: Site
+    d_activation: torch.Tensor, gate_up: torch.Tensor, site: Site, gate: Gate = "silu"
 ) -> OutputGradient:
     """[T, C] and [T, 2 C], BF16 -> the gradient of ``gate_up``, as dY of the linear ``site``."""
+    assert gate == "silu", "support.model_problem refuses the others"
     if site.dgrad == "int8":
         return of_int8_rows(*swiglu_backward_int8(d_activation, gate_up), site)
     if site.dgrad == site.wgrad == "e4m3":

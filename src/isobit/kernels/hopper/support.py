@@ -73,6 +73,8 @@ def problem() -> str | None:
 def model_problem(needs: ModelNeeds) -> str | None:
     if needs.preset == "fp32":
         return "precision 'fp32' is the CPU's reference"
+    if needs.gate != "silu":
+        return "the model's MLP has GELU (GeGLU), and the kernels on the GPU compute SiLU (SwiGLU)"
     if needs.preset != "bf16":
         for linear in needs.linears:
             if (why_not := linear_problem(linear)) is not None:

@@ -1,4 +1,4 @@
-"""Embedding, RMSNorm with the residual stream, and SwiGLU, each with its backward.
+"""Embedding, RMSNorm with the residual stream, SwiGLU and GeGLU, each with its backward.
 
 **Embedding** reads rows of the published table; the gradient goes to the FP32 master.  The backward
 is ``embedding_dense_backward``, which adds a token's rows in order.  The backward of ``table[ids]``
@@ -16,11 +16,15 @@ order: torch splits the sum of a very wide row over threads, which would change 
 **SwiGLU** computes y = silu(gate) * up for fused rows (gate, up), with silu(x) = x / (1 + exp(-x))
 in FP32.  torch's own ``silu`` and ``sigmoid`` round differently in the vectorised body and in the
 scalar tail of a loop, so a token's bits would depend on its position; ``exp`` and division do not.
+GeGLU has GELU by tanh for silu: since 1 + tanh(s / 2) = 2 / (1 + exp(-s)), it is x / (1 + exp(-s))
+with s = 2 sqrt(2 / pi) (x + 0.044715 x^3).
 """
+
+import math
 
 import torch
 
-from isobit.kernels.operands import LinearInput, Normed, Operand, OutputGradient, rounded
+from isobit.kernels.operands import Gate, LinearInput, Normed, Operand, OutputGradient, rounded
 from isobit.kernels.spec.linear import input_saved, linear_input, output_gradient
 from isobit.precision.flow import Site
 
@@ -97,33 +101,46 @@ def _inverse_rms(wide: torch.Tensor, epsilon: float) -> torch.Tensor:
     return (row_sum(wide * wide) / wide.shape[-1] + epsilon).rsqrt()
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+_STEEP, _CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715  # of GELU's s
+
+
+def swiglu(gate_up: torch.Tensor, gate: Gate = "silu") -> torch.Tensor:
     """[T, 2 C] -> [T, C] in the dtype of the input."""
-    return rounded(gated(*gate_up.float().chunk(2, -1)), gate_up.dtype)
+    x, up = gate_up.float().chunk(2, -1)
+    return rounded(gated(x, up, gate), gate_up.dtype)
 
 
-def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up in FP32."""
-    return gate / (1.0 + torch.exp(-gate)) * up
+def gated(x: torch.Tensor, up: torch.Tensor, gate: Gate = "silu") -> torch.Tensor:
+    """silu(x) * up, or with another function of the gate, in FP32."""
+    return x / (1.0 + torch.exp(-_exponent(x, gate))) * up
 
 
-def swiglu_input(gate_up: torch.Tensor, site: Site, save: bool = False) -> LinearInput:
+def _exponent(x: torch.Tensor, gate: Gate) -> torch.Tensor:
+    return x if gate == "silu" else _STEEP * (x + _CUBIC * (x * x * x))
+
+
+def swiglu_input(
+    gate_up: torch.Tensor, site: Site, save: bool = False, gate: Gate = "silu"
+) -> LinearInput:
     """``swiglu`` as the linear ``site`` reads it."""
-    return linear_input(swiglu(gate_up), site, save)
+    return linear_input(swiglu(gate_up, gate), site, save)
 
 
-def swiglu_saved(gate_up: torch.Tensor, site: Site) -> Operand:
+def swiglu_saved(gate_up: torch.Tensor, site: Site, gate: Gate = "silu") -> Operand:
     """``swiglu`` as the linear's WGrad reads it."""
-    return input_saved(swiglu(gate_up), site)
+    return input_saved(swiglu(gate_up, gate), site)
 
 
 def swiglu_backward(
-    d_activation: torch.Tensor, gate_up: torch.Tensor, site: Site
+    d_activation: torch.Tensor, gate_up: torch.Tensor, site: Site, gate: Gate = "silu"
 ) -> OutputGradient:
     """[T, C] and [T, 2 C] -> the gradient of ``gate_up``, as dY of the linear ``site``."""
-    gate, up = gate_up.float().chunk(2, -1)
+    x, up = gate_up.float().chunk(2, -1)
     dy = d_activation.float()
-    sigmoid = 1.0 / (1.0 + torch.exp(-gate))
-    silu = gate * sigmoid
-    d_gate = dy * up * (sigmoid + silu * (1.0 - sigmoid))
-    return output_gradient(torch.cat([d_gate, dy * silu], -1).to(gate_up.dtype), site)
+    sigmoid = 1.0 / (1.0 + torch.exp(-_exponent(x, gate)))
+    active = x * sigmoid
+    slope = active * (1.0 - sigmoid)
+    if gate == "gelu_tanh":
+        slope = slope * (_STEEP * (1.0 + 3 * _CUBIC * (x * x)))
+    d_gate = dy * up * (sigmoid + slope)
+    return output_gradient(torch.cat([d_gate, dy * active], -1).to(gate_up.dtype), site)

@@ -37,7 +37,7 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.operands import HeadWeight, LinearWeight, Operand
+from isobit.kernels.operands import Gate, HeadWeight, LinearWeight, Operand
 from isobit.kernels.triton.device_functions import padded_size, rotated, rotated_row, runs
 from isobit.kernels.triton.e4m3 import rounded
 from isobit.precision.flow import Site
@@ -494,8 +494,9 @@ def swiglu_int8(gate_up: torch.Tensor, kept: torch.Tensor | None = None) -> Int8
     return out
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+def swiglu(gate_up: torch.Tensor, gate: Gate = "silu") -> torch.Tensor:
     """[M, 2 C] BF16, gate before up -> silu(gate) * up, [M, C] BF16."""
+    assert gate == "silu", "the support of each device refuses the others"
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, columns), dtype=torch.bfloat16, device=gate_up.device)
     width = min(1024, triton.next_power_of_2(columns))

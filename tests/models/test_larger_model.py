@@ -1,0 +1,192 @@
+"""A folder of Gemma 3 with a vision tower: its decoder is read, and the rest is kept as it is."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, Gemma3Config, Gemma3ForConditionalGeneration
+
+from isobit.config.lora import LORA_TARGETS
+from isobit.config.precision import PrecisionConfig
+from isobit.models.adapter_folder import write_adapters
+from isobit.models.adapters import folded_columns, peft_tensors
+from isobit.models.checkpoint import FolderCheckpoint
+from isobit.models.config import Lora, ModelConfig
+from isobit.models.folder import load_policy, read_config, read_masters
+from isobit.models.policy import Policy, random_policy
+from isobit.models.safetensors import WEIGHTS_FILE
+from isobit.models.saving import (
+    Contents,
+    PolicyTensors,
+    fp8_contents,
+    int8_contents,
+    save_policy,
+    write_folder,
+)
+from isobit.util.errors import ModelError
+from tests.models.policies import logits_of
+
+IDS = torch.arange(90) * 17 % 60
+PATTERN = ["sliding_attention", "full_attention"]
+REST = ("vision_tower.", "multi_modal_projector.")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As transformers writes it; all of its numbers are those of BF16."""
+    torch.manual_seed(0)
+    text: dict[str, Any] = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text |= {"head_dim": 64, "sliding_window": 8, "layer_types": PATTERN, "initializer_range": 0.1}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model = Gemma3ForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.0)
+            parameter.add_(noise).copy_(parameter.bfloat16())
+    folder = tmp_path_factory.mktemp("gemma")
+    model.save_pretrained(folder)
+    return folder
+
+
+def theirs(folder: Path, adapters: Path | None = None) -> torch.Tensor:
+    model = AutoModelForImageTextToText.from_pretrained(folder, local_files_only=True).float()
+    if adapters is not None:
+        model = PeftModel.from_pretrained(model, adapters)
+    with torch.no_grad():
+        return model(IDS[None]).logits[0]
+
+
+def edited(made: Path, folder: Path, tensors: Mapping[str, torch.Tensor] | None = None) -> Path:
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+    if tensors is not None:
+        save_file(dict(tensors), folder / WEIGHTS_FILE, {"format": "pt"})
+    return folder
+
+
+def newer(name: str) -> str:
+    """The names of transformers' modules."""
+    name = name.replace("language_model.model.", "model.language_model.")
+    return f"model.{name}" if name.startswith(REST) else name
+
+
+@pytest.mark.parametrize("is_newer", [False, True])
+def test_a_run_leaves_the_tower_as_it_was(made: Path, is_newer: bool, tmp_path: Path) -> None:
+    """Every byte that was not trained, under the same names, and what is trained changes alone."""
+    before = {newer(n) if is_newer else n: x for n, x in load_file(made / WEIGHTS_FILE).items()}
+    source = edited(made, tmp_path / "source", before)
+    policy = load_policy(source, "fp32")
+    torch.testing.assert_close(logits_of(policy, IDS), theirs(source), atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        for master in policy.masters.values():
+            master.mul_(2)
+    policy.publish()
+    save_policy(policy, tmp_path / "trained", source)
+    after = load_file(tmp_path / "trained" / WEIGHTS_FILE)
+    assert after.keys() == before.keys()
+    kept = [name for name in before if name.removeprefix("model.").startswith(REST)]
+    assert len(kept) == 34
+    for name, values in before.items():
+        assert after[name].dtype == (values.dtype if name in kept else torch.bfloat16)
+        assert torch.equal(after[name].float(), values.float() * (1 if name in kept else 2))
+    again = load_policy(tmp_path / "trained", "fp32")
+    assert again.config == policy.config
+    written, given = (
+        json.loads((one / "config.json").read_text()) for one in (source, tmp_path / "trained")
+    )
+    assert {**given, "text_config": 0} == {**written, "text_config": 0}
+    assert given["text_config"]["eos_token_id"] == written["text_config"]["eos_token_id"] == 1
+    assert torch.equal(logits_of(again, IDS), logits_of(policy, IDS))
+    expected = theirs(tmp_path / "trained")
+    torch.testing.assert_close(logits_of(again, IDS), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("preset", "contents"), [("fp8", fp8_contents), ("int8", int8_contents)])
+def test_an_export_in_8_bits_is_read_to_the_same_bits(
+    made: Path, preset: str, contents: Any, tmp_path: Path
+) -> None:
+    policy = load_policy(made, preset)
+    in_8_bits: Contents = contents(policy.config, policy.flow, PolicyTensors(policy))
+    write_folder(tmp_path, policy.config, in_8_bits, made)
+    again = load_policy(tmp_path, preset, trainable=False)
+    assert torch.equal(logits_of(again, IDS), logits_of(policy, IDS))
+    if preset == "fp8":  # which transformers reads as BF16 here
+        torch.testing.assert_close(theirs(tmp_path), logits_of(again, IDS), atol=0.5, rtol=0)
+
+
+def test_a_decoder_of_another_shape_is_written_alone(made: Path, tmp_path: Path) -> None:
+    """As a run from scratch does that takes this folder's tokenizer."""
+    config = replace(read_config(made), num_layers=1, windowless_layers=())
+    save_policy(random_policy(config, "fp32", 0), tmp_path, made)
+    assert read_config(tmp_path) == config
+    names = load_file(tmp_path / WEIGHTS_FILE).keys()
+    assert all(name.startswith("model.") for name in names)
+
+
+@pytest.mark.parametrize("preset", ["fp32", "int8"])
+def test_adapters_have_the_names_of_the_larger_model(
+    made: Path, preset: str, tmp_path: Path
+) -> None:
+    """So that PEFT adds them to the decoder, and not to the tower's modules of the same names."""
+    config = replace(read_config(made), lora=Lora(4, 8.0, LORA_TARGETS))
+    masters = read_masters(made, config)
+    policy = Policy(config, PrecisionConfig.model_validate(preset), masters)
+    with torch.no_grad():
+        for master in policy.parameters():
+            master.add_(torch.randn_like(master) * 0.05)
+    policy.publish()
+    stored = FolderCheckpoint.open(made, config)
+    folded = folded_columns(config, policy.flow, stored.tensor)
+    write_adapters(tmp_path, policy.config.lora, made, peft_tensors(config, policy.masters, folded))  # type: ignore[arg-type]
+    path = tmp_path / "adapter_config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(made)})
+    )
+    assert torch.equal(logits_of(load_policy(tmp_path, preset), IDS), logits_of(policy, IDS))
+    if preset == "fp32":
+        ours = logits_of(policy, IDS)
+        torch.testing.assert_close(theirs(made, tmp_path), ours, atol=1e-4, rtol=1e-4)
+        assert (ours - theirs(made)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_config": None}, "the key 'text_config' is missing"),
+        ({"text_config": [1]}, "text_config = .* expected an object"),
+        ({"model_type": "gemma3_text"}, "model_type = 'gemma3_text'.* expected 'gemma3'"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings = False .*text_config has True"),
+        ({"text_config": {"model_type": "gemma2"}}, "text_config.model_type = 'gemma2'"),
+        ({"text_config": {"final_logit_softcapping": 30.0}}, "text_config.final_logit_softcapping"),
+        ({"architectures": ["Gemma3ForSequenceClassification"]}, "'Gemma3ForSequ.*supported are"),
+    ],
+)
+def test_keys_are_refused_by_name(made: Path, changes: dict[str, Any], message: str) -> None:
+    config = json.loads((made / "config.json").read_text())
+    for key, value in changes.items():
+        is_text = isinstance(value, dict)
+        config[key] = config[key] | value if is_text else value
+    with pytest.raises(ModelError, match=f"^config.json: .*{message}"):
+        ModelConfig.from_hf(config, "config.json")
+
+
+def test_a_tensor_of_neither_is_refused_by_name(made: Path, tmp_path: Path) -> None:
+    before = load_file(made / WEIGHTS_FILE)
+    norm = "language_model.model.norm.weight"
+    for name, message in (
+        ("audio_tower.x", "holds audio_tower.x, which a gemma3_text decoder does not read"),
+        ("model.norm.weight", "model.norm.weight has a name that is not of a Gemma3ForCond"),
+        ("model.language_model.norm.weight", "expected each tensor once"),
+    ):
+        folder = edited(made, tmp_path / "folder", before | {name: before[norm].clone()})
+        with pytest.raises(ModelError, match=message):
+            load_policy(folder, "fp32")
