@@ -87,6 +87,7 @@ def test_gemm(m: int, whole_k: bool, e4m3: bool) -> None:
         "BLOCK_N": 128,
         "SCALED": e4m3,
         "WHOLE_K": whole_k,
+        **{"DEPTH": 128, "A_ROW": None, "B_ROW": None},
     }
     constants |= {} if e4m3 else {"A_SCALE": None, "B_SCALE": None}
     types = dict.fromkeys("AB", E4M3 if e4m3 else "*bf16") | {"OUT": "*bf16" if e4m3 else "*fp32"}

@@ -35,10 +35,7 @@ from isobit.kernels.hopper.linear import (
     adapter_low,
     add_adapter,
     dgrad,
-    joined_rows,
     linear,
-    linear_input,
-    output_gradient,
     wgrad,
 )
 from isobit.kernels.hopper.memory import (
@@ -49,7 +46,11 @@ from isobit.kernels.hopper.memory import (
     to_device,
 )
 from isobit.kernels.hopper.optimiser import adamw_step, add_in_order, checksum, gradient_squares
-from isobit.kernels.hopper.pointwise import (
+from isobit.kernels.hopper.qkv_backward import qkv_backward
+from isobit.kernels.hopper.sampling import draw_tokens
+from isobit.kernels.operands import DecodeBatch, KvCache, KvShape, PagedBatch
+from isobit.kernels.triton.linear import joined_rows, linear_input, output_gradient
+from isobit.kernels.triton.pointwise import (
     add_rms_norm,
     embedding_backward,
     rms_norm_backward,
@@ -57,9 +58,6 @@ from isobit.kernels.hopper.pointwise import (
     swiglu_input,
     swiglu_saved,
 )
-from isobit.kernels.hopper.qkv_backward import qkv_backward
-from isobit.kernels.hopper.sampling import draw_tokens
-from isobit.kernels.operands import DecodeBatch, KvCache, KvShape, PagedBatch
 from isobit.kernels.triton.quantise import publish, publish_head, quantise_rows, republish, swiglu
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import QuantTensor, ScaleKind

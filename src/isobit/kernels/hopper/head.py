@@ -44,7 +44,7 @@ take whole tiles of rows; the others' logits are never read, and their gradients
     dw   += sum over n of d_n h_n              FP32
 
 One program takes a row whole, in a layout that depends on the width alone.  The backward's sums are
-ordered as in RMSNorm's (``isobit.kernels.hopper.pointwise``).
+ordered as in RMSNorm's (``isobit.kernels.triton.pointwise``).
 """
 
 import torch
@@ -55,10 +55,10 @@ import triton.language as tl
 from isobit.kernels.hopper.gemm import bf16_gemm_nt
 from isobit.kernels.hopper.int8 import int8_gemm_nt
 from isobit.kernels.hopper.linear import bf16_gemm_tn
-from isobit.kernels.hopper.pointwise import BLOCKS, layout
 from isobit.kernels.hopper.sizes import CHUNK, HEAD_ROWS, backward_rows, forward_rows
 from isobit.kernels.operands import HeadWeight, observe
 from isobit.kernels.triton.device_functions import add_block_sums
+from isobit.kernels.triton.pointwise import BLOCKS, layout
 from isobit.kernels.triton.quantise import quantise_int8
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
