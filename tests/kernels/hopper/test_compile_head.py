@@ -8,7 +8,7 @@ import triton
 
 from isobit.kernels.hopper import gemm
 from isobit.kernels.triton import gemm as portable
-from isobit.kernels.triton import log_prob, quantise, sampling
+from isobit.kernels.triton import head, quantise, sampling
 from tests.kernels.hopper.ahead_of_time import E4M3, compile_for_hopper
 
 TYPES = {
@@ -23,11 +23,11 @@ TYPES = {
 
 
 def vocabulary(size: int, *names: str) -> dict[str, int]:
-    chunks = triton.cdiv(size, log_prob.LOGITS_CHUNK)
+    chunks = triton.cdiv(size, head.LOGITS_CHUNK)
     known = {
         "V": size - 3,
         "STRIDE": size,
-        "CHUNK": log_prob.LOGITS_CHUNK,
+        "CHUNK": head.LOGITS_CHUNK,
         "CHUNKS": chunks,
         "PADDED": triton.next_power_of_2(chunks),
     }
@@ -37,10 +37,10 @@ def vocabulary(size: int, *names: str) -> dict[str, int]:
 @pytest.mark.parametrize("size", [151936, 4096, 40])
 def test_chunk_statistics(size: int) -> None:
     constants = vocabulary(size, "V", "STRIDE", "CHUNK", "CHUNKS")
-    made = compile_for_hopper(log_prob._chunk_kernel, TYPES, constants, 4)
+    made = compile_for_hopper(head._chunk_kernel, TYPES, constants, 4)
     assert made.wide_loads
     constants = vocabulary(size, "CHUNKS", "PADDED")
-    compile_for_hopper(log_prob._combine_kernel, TYPES, constants, 1)
+    compile_for_hopper(head._combine_kernel, TYPES, constants, 1)
 
 
 @pytest.mark.parametrize("size", [151936, 40])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from isobit.kernels.hopper import qkv_backward
-from isobit.kernels.triton import device_functions, pointwise, scalar_head
+from isobit.kernels.triton import device_functions, head, pointwise
 from tests.kernels.hopper.ahead_of_time import compile_for_hopper
 
 TYPES = {
@@ -42,7 +42,7 @@ def test_norm(columns: int, residual: bool) -> None:
 def test_scalar_head(columns: int) -> None:
     width, rows, warps = pointwise.layout(columns)
     constants = {"C": columns, "WIDTH": width, "ROWS": rows}
-    for kernel in (scalar_head._output_kernel, scalar_head._backward_kernel):
+    for kernel in (head._output_kernel, head._backward_kernel):
         made = compile_for_hopper(kernel, TYPES, constants, warps)
         assert made.wide_loads
         assert made.programs * warps >= 16

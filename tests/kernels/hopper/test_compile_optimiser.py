@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from isobit.kernels.hopper import optimiser
-from isobit.kernels.triton import log_prob
+from isobit.kernels.triton import head
 from tests.kernels.hopper.ahead_of_time import Compiled, compile_for_hopper
 
 TYPES = {
@@ -91,10 +91,10 @@ def test_an_ordered_sum_reads_each_number_once(count: int) -> None:
 @pytest.mark.parametrize("size", [151936, 40])
 def test_gradient_of_the_logits(size: int, of_entropies: bool) -> None:
     constants: dict[str, Any] = {"V": size - 3, "STRIDE": size, "COLUMNS": size}
-    constants["WIDTH"] = log_prob._WIDTH
+    constants["WIDTH"] = head._WIDTH
     constants |= {} if of_entropies else {"ENTROPY": None, "D_ENTROPY": None}
     types = TYPES | {"OUT": "*bf16"}
-    made = compile_for_hopper(log_prob._gradient_kernel, types, constants, 4)
+    made = compile_for_hopper(head._gradient_kernel, types, constants, 4)
     if size % 16 == 0:
         assert made.wide_loads and made.wide_stores
 

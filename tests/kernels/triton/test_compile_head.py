@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from isobit.kernels.triton import log_prob, pointwise, sampling, scalar_head
+from isobit.kernels.triton import head, pointwise, sampling
 from tests.kernels.hopper.test_compile_head import TYPES, vocabulary
 from tests.kernels.triton.assembled import assert_assembles, compile_portable
 
@@ -23,11 +23,11 @@ MORE = TYPES | {
 def test_log_probabilities(size: int) -> None:
     sizes = ("V", "STRIDE", "CHUNK", "CHUNKS", "PADDED")
     gradient: dict[str, Any] = vocabulary(size, "V", "STRIDE")
-    gradient |= {"COLUMNS": size, "WIDTH": log_prob._WIDTH}
+    gradient |= {"COLUMNS": size, "WIDTH": head._WIDTH}
     for kernel, constants, warps in (
-        (log_prob._chunk_kernel, vocabulary(size, *sizes[:4]), 4),
-        (log_prob._combine_kernel, vocabulary(size, *sizes[3:]), 1),
-        (log_prob._gradient_kernel, gradient, 4),
+        (head._chunk_kernel, vocabulary(size, *sizes[:4]), 4),
+        (head._combine_kernel, vocabulary(size, *sizes[3:]), 1),
+        (head._gradient_kernel, gradient, 4),
         (sampling._draw_kernel, vocabulary(size, *sizes), 8),
     ):
         assert_assembles(compile_portable(kernel, MORE, constants, warps))
@@ -38,6 +38,6 @@ def test_log_probabilities(size: int) -> None:
 def test_scalar_head(columns: int) -> None:
     width, rows, warps = pointwise.layout(columns)
     sizes = {"C": columns, "WIDTH": width, "ROWS": rows}
-    for kernel in (scalar_head._output_kernel, scalar_head._backward_kernel):
+    for kernel in (head._output_kernel, head._backward_kernel):
         types = MORE | {"OUT": "*fp32"}
         assert_assembles(compile_portable(kernel, types, sizes, warps))

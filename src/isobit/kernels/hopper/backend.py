@@ -45,8 +45,8 @@ from isobit.kernels.hopper.memory import (
 from isobit.kernels.hopper.optimiser import adamw_step, add_in_order, checksum, gradient_squares
 from isobit.kernels.hopper.qkv_backward import qkv_backward
 from isobit.kernels.operands import DecodeBatch, KvCache, KvShape, PagedBatch
+from isobit.kernels.triton.head import log_softmax, scalar_head, scalar_head_backward
 from isobit.kernels.triton.linear import joined_rows, linear_input, output_gradient
-from isobit.kernels.triton.log_prob import log_softmax
 from isobit.kernels.triton.pointwise import (
     add_rms_norm,
     embedding_backward,
@@ -57,7 +57,6 @@ from isobit.kernels.triton.pointwise import (
 )
 from isobit.kernels.triton.quantise import publish, publish_head, quantise_rows, republish, swiglu
 from isobit.kernels.triton.sampling import draw_tokens
-from isobit.kernels.triton.scalar_head import scalar_head, scalar_head_backward
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import QuantTensor, ScaleKind
 

@@ -1,4 +1,4 @@
-"""lm_head on Hopper, with its log-probabilities (``isobit.kernels.triton.log_prob``).
+"""lm_head on Hopper, with its log-probabilities (``isobit.kernels.triton.head``).
 
 The logits of a batch never exist all at once:
 
@@ -25,7 +25,7 @@ from isobit.kernels.hopper.int8 import int8_gemm_nt
 from isobit.kernels.hopper.linear import bf16_gemm_tn
 from isobit.kernels.hopper.sizes import HEAD_ROWS, backward_rows, forward_rows
 from isobit.kernels.operands import HeadWeight, observe
-from isobit.kernels.triton.log_prob import log_probs_at, log_sums_and_entropies, logit_gradients
+from isobit.kernels.triton.head import log_probs_at, log_sums_and_entropies, logit_gradients
 from isobit.kernels.triton.quantise import quantise_int8
 
 

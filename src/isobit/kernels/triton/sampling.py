@@ -12,7 +12,7 @@ and for one chunk's entries.  g_i comes from output i of the sample's generator 
 which keeps its relative precision where it is small, the only range that decides a draw.
 Temperature 0 takes the largest logit, the lowest id among equals.
 
-Chunks, L and log-probabilities are those of ``isobit.kernels.triton.log_prob``.
+Chunks, L and log-probabilities are those of ``isobit.kernels.triton.head``.
 """
 
 import torch
@@ -23,7 +23,7 @@ from triton.language.extra import libdevice
 
 from isobit.kernels.operands import LOGITS_CHUNK, Drawn, Draws
 from isobit.kernels.spec.head import draw, truncate
-from isobit.kernels.triton.log_prob import (
+from isobit.kernels.triton.head import (
     chunk_stats,
     combine,
     inverse_temperature,
