@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.common import kernel_times, make_parser, measure_card, write_json
 from isobit.kernels.hopper.experts import experts, experts_backward, experts_saving, route
-from isobit.kernels.hopper.linear import linear_input
 from isobit.kernels.operands import ExpertGradients, LinearInput, LinearWeight
+from isobit.kernels.triton.linear import linear_input
 from isobit.kernels.triton.quantise import publish
 from isobit.models.config import Experts, ModelConfig, model_shape
 from isobit.precision.flow import Site

@@ -16,8 +16,8 @@ import torch
 from benchmarks.experts import expert_sites
 from isobit.kernels.hopper.experts import choose, experts
 from isobit.kernels.hopper.gemm import bf16_gemm_nt, fp8_gemm_nt
-from isobit.kernels.hopper.linear import linear_input
 from isobit.kernels.operands import LinearWeight
+from isobit.kernels.triton.linear import linear_input
 from isobit.kernels.triton.quantise import QuantRows
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import decoder_shape

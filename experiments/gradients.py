@@ -43,8 +43,8 @@ from experiments.exact_backward import Alone, cosine, cosines, exact_backward, p
 from isobit.config.precision import PrecisionConfig
 from isobit.config.training import TrainingConfig
 from isobit.kernels.backend import backend_of
-from isobit.kernels.hopper.pointwise import embedding_backward
 from isobit.kernels.operands import LinearWeight
+from isobit.kernels.triton.pointwise import embedding_backward
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import ScoredPass

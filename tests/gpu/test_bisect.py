@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.kernels.hopper import attend, head, linear, pointwise, sampling
+from isobit.kernels.hopper import attend, head, linear
 from isobit.kernels.hopper.attention import PagedKeys
 from isobit.kernels.hopper.qkv import Queries
+from isobit.kernels.triton import linear as operands
+from isobit.kernels.triton import pointwise, sampling
 from isobit.kernels.triton.quantise import QuantRows
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
@@ -66,7 +68,7 @@ FAULTS: dict[str, tuple[Any, Any, int, Callable[[Any], torch.Tensor], str, str]]
         "quantiser",
     ),
     "GEMM": (linear, "fp8_gemm_nt", 1, itself, "layers.1.o_proj", "GEMM"),
-    "quantise": (linear, "quantise_rows", 0, itself, "layers.1.o_proj.input", "quantiser"),
+    "quantise": (operands, "quantise_rows", 0, itself, "layers.1.o_proj.input", "quantiser"),
     "SwiGLU": (pointwise, "swiglu_quantise", 0, itself, "layers.1.down_proj.input", "quantiser"),
     "encode": (
         PAIR,

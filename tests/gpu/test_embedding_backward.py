@@ -5,7 +5,7 @@ order.
 import pytest
 import torch
 
-from isobit.kernels.hopper.pointwise import embedding_backward
+from isobit.kernels.triton.pointwise import embedding_backward
 
 VOCABULARY = 1000
 

@@ -18,9 +18,8 @@ from isobit.kernels.hopper.experts import (
     route_backward,
     swiglu_rows,
 )
-from isobit.kernels.hopper.grouped_gemm import ExpertMatrices, grouped_gemm_nt
-from isobit.kernels.hopper.linear import linear, linear_input
-from isobit.kernels.hopper.pointwise import swiglu_input
+from isobit.kernels.hopper.grouped_gemm import grouped_gemm_nt, suits_deep_gemm
+from isobit.kernels.hopper.linear import linear
 from isobit.kernels.operands import (
     ExpertGradients,
     LinearInput,
@@ -36,6 +35,9 @@ from isobit.kernels.spec import linear as dense_specification
 from isobit.kernels.spec.experts import one_expert
 from isobit.kernels.spec.quantise import publish as publish_on_cpu
 from isobit.kernels.triton.dispatch import gather, make_dispatch, most_rows
+from isobit.kernels.triton.grouped_gemm import ExpertMatrices
+from isobit.kernels.triton.linear import linear_input
+from isobit.kernels.triton.pointwise import swiglu_input
 from isobit.kernels.triton.quantise import publish
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Format, ScaleKind
@@ -134,7 +136,7 @@ def test_every_layout_and_library_gives_the_bits_of_a_dense_call_an_expert(
     inner, outer = (torch.stack(each)[chosen, token] for each in zip(*expected, strict=True))
     scales = kind if format == "e4m3" else "int8" if format == "int8" else None
     matrices = [ExpertMatrices.of(w, sizes.count) for w in (made.gate_up, made.down)]
-    suits = all(m.suits_deep_gemm for m in matrices)
+    suits = all(map(suits_deep_gemm, matrices))
     for height in (None, 256):
         dispatch = make_dispatch(routing.experts, sizes.count, height)
         for back_end in DEEP_GEMM_AND_TRITON:

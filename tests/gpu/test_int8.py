@@ -10,25 +10,20 @@ import torch
 
 from isobit.config.precision import Preset
 from isobit.kernels.backend import backend_of
-from isobit.kernels.hopper import head, pointwise
+from isobit.kernels.hopper import head
 from isobit.kernels.hopper.experts import experts, experts_saving, swiglu_rows
-from isobit.kernels.hopper.grouped_gemm import ExpertMatrices, grouped_gemm_nt, transpose_experts
-from isobit.kernels.hopper.int8 import (
-    Dots,
-    Persistent,
-    Tiles,
-    cut_up,
-    int8_gemm_nt,
-    transposed_weight,
-)
-from isobit.kernels.hopper.linear import dgrad, linear, linear_input, output_gradient, wgrad
-from isobit.kernels.hopper.token_groups import quantise_tokens
+from isobit.kernels.hopper.grouped_gemm import grouped_gemm_nt
+from isobit.kernels.hopper.int8 import Dots, Persistent, Tiles, cut_up, int8_gemm_nt
+from isobit.kernels.hopper.linear import dgrad, linear, wgrad
 from isobit.kernels.operands import HeadWeight, LinearInput, LinearWeight, Operand, Routing
 from isobit.kernels.spec import head as head_specification
 from isobit.kernels.spec import linear as linear_specification
 from isobit.kernels.spec import quantise as specification
 from isobit.kernels.spec.experts import one_expert
+from isobit.kernels.triton import pointwise
 from isobit.kernels.triton.dispatch import gather, make_dispatch
+from isobit.kernels.triton.grouped_gemm import ExpertMatrices
+from isobit.kernels.triton.linear import linear_input, output_gradient
 from isobit.kernels.triton.quantise import (
     publish,
     publish_head,
@@ -39,6 +34,8 @@ from isobit.kernels.triton.quantise import (
     swiglu,
     swiglu_int8,
 )
+from isobit.kernels.triton.token_groups import quantise_tokens
+from isobit.kernels.triton.transpose import transpose_experts, transposed_weight
 from isobit.models.policy import Policy
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Format, Int8Rows, ScaleKind, block_sizes

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from isobit.kernels.backend import backend_of
-from isobit.kernels.hopper.linear import dgrad, output_gradient, wgrad
-from isobit.kernels.hopper.pointwise import swiglu_backward, swiglu_backward_bf16
+from isobit.kernels.hopper.linear import dgrad, wgrad
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import int8_backward as specification
 from isobit.kernels.spec import linear as linear_specification
 from isobit.kernels.triton import int8_backward as operands
+from isobit.kernels.triton.linear import output_gradient
+from isobit.kernels.triton.pointwise import swiglu_backward, swiglu_backward_bf16
 from isobit.kernels.triton.quantise import publish
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Int8Parts, Int8Rows

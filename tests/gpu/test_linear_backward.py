@@ -12,17 +12,16 @@ from isobit.kernels.hopper.linear import (
     dgrad,
     fp8_gemm_tn,
     linear,
-    linear_input,
-    output_gradient,
-    transpose_blocks,
     wgrad,
 )
-from isobit.kernels.hopper.token_groups import quantise_tokens
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import linear as specification
 from isobit.kernels.spec.quantise import quantise_blocks
 from isobit.kernels.spec.quantise import quantise_rows as quantise_rows_on_cpu
+from isobit.kernels.triton.linear import linear_input, output_gradient
 from isobit.kernels.triton.quantise import QuantRows, publish, republish
+from isobit.kernels.triton.token_groups import quantise_tokens
+from isobit.kernels.triton.transpose import transpose_blocks
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Format, ScaleKind
 from tests.gpu.operands import (

@@ -7,9 +7,9 @@ import torch
 
 from isobit.kernels.hopper import gemm, head, sizes
 from isobit.kernels.hopper.gemm import bf16_gemm_nt, deep_gemm_or_triton
-from isobit.kernels.hopper.head import log_probs_at, log_sum_exp, log_sums_and_entropies
-from isobit.kernels.hopper.sampling import sample_tokens
 from isobit.kernels.operands import HeadWeight
+from isobit.kernels.triton.head import log_probs_at, log_sum_exp, log_sums_and_entropies
+from isobit.kernels.triton.sampling import sample_tokens
 
 VOCABULARY = 151936
 

@@ -5,9 +5,9 @@ time, rows free of the batch.
 import pytest
 import torch
 
-from isobit.kernels.hopper.pointwise import BLOCKS, rms_norm_backward
 from isobit.kernels.spec.pointwise import rms_norm_backward as rms_norm_backward_on_cpu
 from isobit.kernels.triton.device_functions import add_block_sums
+from isobit.kernels.triton.pointwise import BLOCKS, rms_norm_backward
 from isobit.proof.cases import plain_norm
 
 EPSILON = 1e-6

@@ -7,19 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.linear import transpose_blocks
-from isobit.kernels.hopper.pointwise import swiglu_backward_bf16, swiglu_backward_quantise
-from isobit.kernels.hopper.token_groups import (
-    gradient_both,
-    quantise_both,
-    quantise_tokens,
-    swiglu_both,
-    swiglu_tokens,
-)
 from isobit.kernels.spec import quantise as specification
 from isobit.kernels.spec.pointwise import rms_norm, swiglu_backward
 from isobit.kernels.spec.pointwise import swiglu as swiglu_on_cpu
 from isobit.kernels.triton.device_functions import padded_size
+from isobit.kernels.triton.pointwise import swiglu_backward_bf16, swiglu_backward_quantise
 from isobit.kernels.triton.quantise import (
     QuantRows,
     four_sigmoids,
@@ -31,6 +23,14 @@ from isobit.kernels.triton.quantise import (
     swiglu,
     swiglu_quantise,
 )
+from isobit.kernels.triton.token_groups import (
+    gradient_both,
+    quantise_both,
+    quantise_tokens,
+    swiglu_both,
+    swiglu_tokens,
+)
+from isobit.kernels.triton.transpose import transpose_blocks
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK, QuantTensor, ScaleKind, block_sizes, num_blocks
 from isobit.proof.cases import plain_swiglu

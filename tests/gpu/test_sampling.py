@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from isobit.kernels.hopper.head import CHUNK
-from isobit.kernels.hopper.sampling import sample_tokens, sample_truncated
+from isobit.kernels.operands import LOGITS_CHUNK
 from isobit.kernels.spec import head as specification
 from isobit.kernels.spec.head import gumbel, log_softmax
+from isobit.kernels.triton.sampling import sample_tokens, sample_truncated
 
 VOCABULARY = 151936
 
@@ -35,15 +35,17 @@ def two_stage_draw(
     logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """The draw in FP64, as the module's docstring has it."""
-    (rows, vocab_size), chunks = logits.shape, -(-logits.shape[1] // CHUNK)
+    (rows, vocab_size), chunks = logits.shape, -(-logits.shape[1] // LOGITS_CHUNK)
     noise = gumbel(keys, positions, vocab_size + chunks)
-    fill = (0, chunks * CHUNK - vocab_size)
+    fill = (0, chunks * LOGITS_CHUNK - vocab_size)
     x = torch.nn.functional.pad(
         logits.double() / temperatures[:, None], fill, value=-torch.inf
-    ).view(rows, chunks, CHUNK)
+    ).view(rows, chunks, LOGITS_CHUNK)
     chunk = (x.logsumexp(2) + noise[:, vocab_size:]).argmax(1)
-    scores = x + torch.nn.functional.pad(noise[:, :vocab_size], fill).view(rows, chunks, CHUNK)
-    return chunk * CHUNK + scores[torch.arange(rows, device="cuda"), chunk].argmax(1)
+    scores = x + torch.nn.functional.pad(noise[:, :vocab_size], fill).view(
+        rows, chunks, LOGITS_CHUNK
+    )
+    return chunk * LOGITS_CHUNK + scores[torch.arange(rows, device="cuda"), chunk].argmax(1)
 
 
 @pytest.mark.parametrize("vocab_size", [40, 8200, VOCABULARY])

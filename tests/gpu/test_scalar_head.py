@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from isobit.kernels.hopper.head import scalar_head, scalar_head_backward
-from isobit.kernels.hopper.pointwise import BLOCKS
+from isobit.kernels.triton.head import scalar_head, scalar_head_backward
+from isobit.kernels.triton.pointwise import BLOCKS
 
 WIDTHS = [128, 896, 1024, 2560, 4096, 5120, 12288]  # one to 16 rows at once, padded and not
 MANY = 2 * BLOCKS + 77  # several rows a block, in the widest too

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from isobit.kernels.hopper import head, sizes
-from isobit.kernels.hopper.head import log_sum_exp, logit_gradients
 from isobit.kernels.operands import HeadWeight
+from isobit.kernels.triton.head import log_sum_exp, logit_gradients
 from tests.kernels.comparison import relative_error
 
 VOCABULARIES = [1000, 5001, 151936]

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import torch
 
-from isobit.kernels.hopper import int8_backward, linear
+from isobit.kernels.hopper import int8_backward
 from isobit.kernels.hopper.grouped_gemm import grouped_gemm_tn
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import linear as specification
 from isobit.kernels.spec.experts import one_expert
 from isobit.kernels.triton import int8_backward as operands
 from isobit.kernels.triton.dispatch import gather, make_dispatch
+from isobit.kernels.triton.linear import output_gradient
 from isobit.kernels.triton.quantise import publish
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Int8Parts, Int8Rows, block_sizes
@@ -47,7 +48,7 @@ def check_experts(parts: tuple[int, ...], columns: int, tokens: int, device: tor
     dy, x = gradients(tokens, n), gradients(tokens, columns)
     dispatch = make_dispatch(torch.randint(0, count - 1, (tokens, 1)).int().to(device), count)
     d_rows, rows = (gather(side.to(device), dispatch, pads=True).values for side in (dy, x))
-    made = linear.output_gradient(d_rows, own)
+    made = output_gradient(d_rows, own)
     assert isinstance(made.rows, Int8Parts)
     turned = operands.transposed_parts(matrix, parts, count)
     d_x = int8_backward.dgrad(made.rows, turned, dispatch).cpu()

@@ -30,9 +30,13 @@ def parameters(function: Any) -> dict[str, inspect.Parameter]:
 
 
 def assert_callable_as(offered: Any, wanted: Any) -> None:
-    """By the same names in the same order; a default may be added, none may be another."""
+    """By the same names in the same order; a default may be added, none may be another, and more
+    parameters may follow that have one.
+    """
     ours, theirs = parameters(offered), parameters(wanted)
-    assert list(ours) == list(theirs)
+    assert list(ours)[: len(theirs)] == list(theirs)
+    more = list(ours.values())[len(theirs) :]
+    assert all(one.default is not inspect.Parameter.empty for one in more), more
     for name, parameter in theirs.items():
         assert ours[name].kind == parameter.kind, name
         assert parameter.default in (inspect.Parameter.empty, ours[name].default), name

@@ -278,8 +278,9 @@ def test_ranks_train_together_with_servers_of_their_own(
     monkeypatch.setenv("SERVER_KEY", KEY)
     write_model(tmp_path, "dense")
     case = {"folder": str(tmp_path), "output": "several", "max_staleness": staleness, "steps": 3}
+    shape = read_config(tmp_path / "dense")
     with ExitStack() as stack:
-        urls = [stack.enter_context(served("int8", read_config(tmp_path / "dense"))) for _ in range(3)]
+        urls = [stack.enter_context(served("int8", shape)) for _ in range(3)]
         by_servers = {**case, "servers": urls}
         in_world(2, "tests.run.test_free_batches:work", by_servers)
         work(ALONE, {**by_servers, "steps": 4, "resume": True})

@@ -69,6 +69,9 @@ class LinearWeight:
         return LinearWeight(site, matrix, None if self.bias is None else self.bias[first:last])
 
 
+LOGITS_CHUNK = 4096
+"""Logits of a row that one program of a GPU takes, of which it leaves three numbers."""
+
 ADAPTER_PARTS = 16
 """The most that a back end cuts an adapter's input into, with FP32 sums of each."""
 

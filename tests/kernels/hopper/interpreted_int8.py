@@ -9,18 +9,19 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from isobit.kernels.hopper import pointwise
 from isobit.kernels.hopper.experts import swiglu_rows
-from isobit.kernels.hopper.grouped_gemm import ExpertMatrices, grouped_gemm_nt, transpose_experts
-from isobit.kernels.hopper.int8 import Dots, Persistent, Tiles, int8_gemm_nt, transposed_weight
-from isobit.kernels.hopper.linear import linear, output_gradient
+from isobit.kernels.hopper.grouped_gemm import grouped_gemm_nt, suits_deep_gemm
+from isobit.kernels.hopper.int8 import Dots, Persistent, Tiles, int8_gemm_nt
+from isobit.kernels.hopper.linear import linear
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import linear as linear_specification
 from isobit.kernels.spec import quantise as specification
 from isobit.kernels.spec.experts import one_expert
 from isobit.kernels.triton import int8 as portable
-from isobit.kernels.triton import quantise
+from isobit.kernels.triton import pointwise, quantise
 from isobit.kernels.triton.dispatch import gather, make_dispatch
+from isobit.kernels.triton.grouped_gemm import ExpertMatrices
+from isobit.kernels.triton.linear import output_gradient
 from isobit.kernels.triton.quantise import (
     publish,
     quantise_int8,
@@ -29,6 +30,7 @@ from isobit.kernels.triton.quantise import (
     swiglu,
     swiglu_int8,
 )
+from isobit.kernels.triton.transpose import transpose_experts, transposed_weight
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Int8Rows, ScaleKind, block_sizes
 from tests.kernels.comparison import same
@@ -149,7 +151,7 @@ def check_experts(width: int, columns: int) -> None:
     chosen = torch.rand(tokens, count).argsort(1)[:, :top_k].int()
     dispatch = make_dispatch(chosen, count)
     matrices = ExpertMatrices.of(weight, count)
-    assert not matrices.suits_deep_gemm
+    assert not suits_deep_gemm(matrices)
     made = grouped_gemm_nt(gather(x, dispatch, pads=True), matrices, dispatch)
     places = dispatch.places.flatten().long()
     activation, plain = (swiglu_rows(made, dispatch, kind, pads=True) for kind in ("int8", None))

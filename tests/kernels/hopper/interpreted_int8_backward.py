@@ -12,6 +12,7 @@ from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import int8_backward as specification
 from isobit.kernels.spec import linear as linear_specification
 from isobit.kernels.triton import int8_backward as operands
+from isobit.kernels.triton.linear import output_gradient
 from isobit.kernels.triton.quantise import publish
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Int8Parts, Int8Rows, block_sizes
@@ -46,7 +47,7 @@ def check(
     matrix = publish(site, master)
     assert isinstance(matrix, Int8Rows)
     weight = LinearWeight(site, matrix)
-    made = layer.output_gradient(dy, site)
+    made = output_gradient(dy, site)
     exact = linear_specification.output_gradient(dy, site)
     assert isinstance(made.rows, Int8Parts)
     assert isinstance(exact.rows, Int8Parts)

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from isobit.kernels.hopper import linear, pointwise, token_groups
-from isobit.kernels.triton import quantise
+from isobit.kernels.triton import pointwise, quantise, token_groups, transpose
 from tests.kernels.hopper.ahead_of_time import E4M3, Compiled, compile_for_hopper
 
 TYPES = {
@@ -117,5 +116,5 @@ def test_swiglu_backward_in_int8(columns: int) -> None:
 def test_transpose(sizes: tuple[int, int, int, int]) -> None:
     names = ("N", "K", "OUT_ROW", "OUT_BLOCKS")
     constants: dict[str, int] = dict(zip(names, sizes, strict=True))
-    made = compile_for_hopper(linear._transpose_kernel, TYPES, constants, 4, fuses=True)
+    made = compile_for_hopper(transpose._transpose_kernel, TYPES, constants, 4, fuses=True)
     assert (made.wide_loads, made.wide_stores) == (8, 8)

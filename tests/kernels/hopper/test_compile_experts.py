@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from isobit.kernels.hopper import experts, grouped_gemm
-from isobit.kernels.triton import dispatch
+from isobit.kernels.triton import dispatch, transpose, wgrad
+from isobit.kernels.triton import grouped_gemm as portable
 from tests.kernels.hopper.ahead_of_time import E4M3, Compiled, compile_for_hopper
 
 TYPES = {
@@ -98,11 +99,12 @@ def test_grouped_gemm(rows: int, warps: int, sizes: tuple[int, int, int], format
     constants: dict[str, Any] = dict(zip(("N", "K", "PART"), sizes, strict=True))
     scaled = format != "bf16"
     constants |= {"BLOCK_M": rows, "BLOCK_N": 128, "SCALED": scaled, "INT8": format == "s8"}
+    constants |= {"DEPTH": 128, "BEFORE": None, "ADDS": False, "ROW": None}
     absent = {} if scaled else dict.fromkeys(("A_SCALE", "B_SCALE"))
     stages = grouped_gemm.stages(rows, 1 if scaled else 2)
     types = {"e4m3": E4M3, "bf16": "*bf16", "s8": "*i8"}
     made = compiled(
-        grouped_gemm._grouped_gemm_kernel, constants | absent, warps,
+        portable._grouped_gemm_kernel, constants | absent, warps,
         dict.fromkeys("AB", types[format]), num_stages=stages,
     )  # fmt: skip
     assert made.products == {format}
@@ -110,8 +112,9 @@ def test_grouped_gemm(rows: int, warps: int, sizes: tuple[int, int, int], format
 
 @pytest.mark.parametrize(("n", "k"), [(1536, 2048), (192, 160)])
 def test_grouped_wgrad(n: int, k: int) -> None:
-    sizes = {"N": n, "K": k, "BLOCK_N": 128, "BLOCK_K": 128, "ROWS": 64}
-    made = compiled(grouped_gemm._grouped_wgrad_kernel, sizes, 8, num_stages=4, fuses=True)
+    sizes: dict[str, Any] = {"N": n, "K": k, "BLOCK_N": 128, "BLOCK_K": 128, "ROWS": 64}
+    sizes |= {"A_ROW": n, "B_ROW": k, "tokens": None, "scale": None}
+    made = compiled(wgrad._wgrad_kernel, sizes, 8, num_stages=4, fuses=True)
     assert made.products == {"bf16"}
 
 
@@ -121,7 +124,7 @@ def test_transpose(scaled: bool) -> None:
     absent = {} if scaled else dict.fromkeys(("SCALES", "OUT_SCALES"))
     integers = "*u8" if scaled else "*i16"
     words: dict[str, str] = dict.fromkeys(("VALUES", "OUT_VALUES"), integers)
-    made = compiled(grouped_gemm._transpose_kernel, sizes | absent, 4, words, fuses=True)
+    made = compiled(transpose._transpose_experts_kernel, sizes | absent, 4, words, fuses=True)
     assert made.wide_loads and made.wide_stores
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import triton
 
-from isobit.kernels.hopper import gemm, head, sampling
+from isobit.kernels.hopper import gemm
 from isobit.kernels.triton import gemm as portable
-from isobit.kernels.triton import quantise
+from isobit.kernels.triton import head, quantise, sampling
 from tests.kernels.hopper.ahead_of_time import E4M3, compile_for_hopper
 
 TYPES = {
@@ -23,11 +23,11 @@ TYPES = {
 
 
 def vocabulary(size: int, *names: str) -> dict[str, int]:
-    chunks = triton.cdiv(size, head.CHUNK)
+    chunks = triton.cdiv(size, head.LOGITS_CHUNK)
     known = {
         "V": size - 3,
         "STRIDE": size,
-        "CHUNK": head.CHUNK,
+        "CHUNK": head.LOGITS_CHUNK,
         "CHUNKS": chunks,
         "PADDED": triton.next_power_of_2(chunks),
     }
@@ -87,6 +87,7 @@ def test_gemm(m: int, whole_k: bool, e4m3: bool) -> None:
         "BLOCK_N": 128,
         "SCALED": e4m3,
         "WHOLE_K": whole_k,
+        **{"DEPTH": 128, "A_ROW": None, "B_ROW": None},
     }
     constants |= {} if e4m3 else {"A_SCALE": None, "B_SCALE": None}
     types = dict.fromkeys("AB", E4M3 if e4m3 else "*bf16") | {"OUT": "*bf16" if e4m3 else "*fp32"}

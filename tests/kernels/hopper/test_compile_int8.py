@@ -9,7 +9,7 @@ import pytest
 
 from isobit.kernels.hopper import int8
 from isobit.kernels.triton import int8 as portable
-from isobit.kernels.triton import quantise
+from isobit.kernels.triton import quantise, transpose
 from tests.kernels.hopper.ahead_of_time import Compiled, compile_for_hopper
 
 TYPES = {
@@ -97,9 +97,9 @@ def test_copy_for_dgrad(rows: int, part: int, columns: int, power_of_two: bool) 
     blocks = rows // part * -(-part // 128)
     constants = {
         "N": rows, "PART": part, "K": columns, "OUT_ROW": 128 * blocks, "OUT_BLOCKS": blocks,
-        "LEVELS": quantise.levels(columns), "POWER_OF_TWO": power_of_two,
+        "LEVELS": quantise.levels(columns), "POWER_OF_TWO": power_of_two, "BYTES": False,
     }  # fmt: skip
-    made = compiled(int8._e4m3_kernel, constants, 8)
+    made = compiled(transpose._e4m3_kernel, constants, 8)
     assert made.wide_loads and made.wide_stores
     assert made.programs >= 2
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from isobit.kernels.hopper import head, optimiser
+from isobit.kernels.hopper import optimiser
+from isobit.kernels.triton import head
 from tests.kernels.hopper.ahead_of_time import Compiled, compile_for_hopper
 
 TYPES = {

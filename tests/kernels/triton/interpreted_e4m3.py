@@ -83,7 +83,8 @@ def check_quantisers(parts: tuple[int, ...], columns: int, scales: ScaleKind) ->
     x[0], x[1] = 0.0, x[1] * 1e-30
     x[2, 0], x[3, -1] = torch.nan, torch.inf
     site = site_of(parts, scales)
-    assert same(linear.linear_input(x, site).read, specification.quantise_rows(x, scales))
+    read = linear.linear_input(x, site, as_bytes=True).read
+    assert same(read, specification.quantise_rows(x, scales))
     master = torch.randn(sum(parts), columns) * torch.exp(3 * torch.randn(sum(parts), 1))
     before = publish_portably(site, torch.ones_like(master))
     assert same(before, specification.publish(site, torch.ones_like(master)))
@@ -103,7 +104,7 @@ def check_product(parts: tuple[int, ...], columns: int, tokens: int) -> None:
     x *= torch.exp2(torch.randint(-9, 9, (tokens, 1)).float())
     master = torch.randint(-15, 16, (sum(parts), columns)).float()
     weight = LinearWeight(site, specification.publish(site, master))
-    read = linear.linear_input(x.bfloat16(), site).read
+    read = linear.linear_input(x.bfloat16(), site, as_bytes=True).read
     quantised = specification.quantise_rows(x.bfloat16())
     assert same(read, quantised) and isinstance(read, QuantRows)
     exact = specification_of_linear.linear(quantised, weight)

@@ -32,6 +32,7 @@ def sums(ptx: str) -> set[int]:
 
 def product(rows: int, warps: int, k: int) -> Compiled:
     constants: dict[str, Any] = {"BLOCK_M": rows, "BLOCK_N": 128, "SCALED": True}
+    constants |= {"DEPTH": 128, "A_ROW": None, "B_ROW": None}
     return compile_portable(
         gemm._gemm_kernel, TYPES, constants | {"WHOLE_K": k % 128 == 0}, warps,
         num_stages=3, multiples=("n", "k", "out_stride"),

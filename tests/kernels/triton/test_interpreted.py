@@ -23,3 +23,12 @@ def test_more_e4m3(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_all_products(tmp_path: Path) -> None:
     run_interpreted("tests.kernels.triton.interpreted_linear:whole", tmp_path)
+
+
+def test_some_of_each_format(tmp_path: Path) -> None:
+    run_interpreted("tests.kernels.triton.interpreted_products:quick", tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_backward_and_experts(tmp_path: Path) -> None:
+    run_interpreted("tests.kernels.triton.interpreted_products:whole", tmp_path)

@@ -24,9 +24,6 @@ from isobit.kernels.hopper.gemm import describe_back_ends, describe_fallbacks
 from isobit.kernels.hopper.head import (
     head_logits,
     head_logits_backward,
-    log_softmax,
-    scalar_head,
-    scalar_head_backward,
     token_log_probs,
     token_log_probs_backward,
 )
@@ -35,10 +32,7 @@ from isobit.kernels.hopper.linear import (
     adapter_low,
     add_adapter,
     dgrad,
-    joined_rows,
     linear,
-    linear_input,
-    output_gradient,
     wgrad,
 )
 from isobit.kernels.hopper.memory import (
@@ -49,7 +43,11 @@ from isobit.kernels.hopper.memory import (
     to_device,
 )
 from isobit.kernels.hopper.optimiser import adamw_step, add_in_order, checksum, gradient_squares
-from isobit.kernels.hopper.pointwise import (
+from isobit.kernels.hopper.qkv_backward import qkv_backward
+from isobit.kernels.operands import DecodeBatch, KvCache, KvShape, PagedBatch
+from isobit.kernels.triton.head import log_softmax, scalar_head, scalar_head_backward
+from isobit.kernels.triton.linear import joined_rows, linear_input, output_gradient
+from isobit.kernels.triton.pointwise import (
     add_rms_norm,
     embedding_backward,
     rms_norm_backward,
@@ -57,10 +55,8 @@ from isobit.kernels.hopper.pointwise import (
     swiglu_input,
     swiglu_saved,
 )
-from isobit.kernels.hopper.qkv_backward import qkv_backward
-from isobit.kernels.hopper.sampling import draw_tokens
-from isobit.kernels.operands import DecodeBatch, KvCache, KvShape, PagedBatch
 from isobit.kernels.triton.quantise import publish, publish_head, quantise_rows, republish, swiglu
+from isobit.kernels.triton.sampling import draw_tokens
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import QuantTensor, ScaleKind
 

@@ -30,13 +30,10 @@ import triton.language as tl
 from isobit.kernels.hopper import int8_backward
 from isobit.kernels.hopper.gemm import bf16_gemm_nt, deep_gemm_or_triton
 from isobit.kernels.hopper.grouped_gemm import (
-    ExpertMatrices,
     grouped_gemm_nt,
     grouped_gemm_tn,
-    transpose_experts,
+    suits_deep_gemm,
 )
-from isobit.kernels.hopper.linear import input_saved, output_gradient
-from isobit.kernels.hopper.pointwise import swiglu_backward, swiglu_saved
 from isobit.kernels.hopper.sizes import MASKED_TOKENS
 from isobit.kernels.operands import (
     ExpertGradients,
@@ -50,7 +47,10 @@ from isobit.kernels.operands import (
     observe,
 )
 from isobit.kernels.triton.dispatch import Dispatch, GroupedRows, combine, gather, make_dispatch
+from isobit.kernels.triton.grouped_gemm import ExpertMatrices
 from isobit.kernels.triton.int8_backward import transposed_parts
+from isobit.kernels.triton.linear import input_saved, output_gradient
+from isobit.kernels.triton.pointwise import swiglu_backward, swiglu_saved
 from isobit.kernels.triton.quantise import (
     gated,
     levels,
@@ -59,6 +59,7 @@ from isobit.kernels.triton.quantise import (
     warps_of_row,
     width_of_row,
 )
+from isobit.kernels.triton.transpose import transpose_experts
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK, Int8Parts, Int8Rows, ScaleKind
 
@@ -134,7 +135,7 @@ def experts(
     """x [T, C] as ``gate_up`` reads it -> y BF16 [T, C]."""
     tokens, num_experts = routing.logits.shape
     matrices = [ExpertMatrices.of(weight, num_experts) for weight in (gate_up, down)]
-    has_kernel = deep_gemm_or_triton() == "deep_gemm" and all(m.suits_deep_gemm for m in matrices)
+    has_kernel = deep_gemm_or_triton() == "deep_gemm" and all(map(suits_deep_gemm, matrices))
     height = -(-tokens // BLOCK) * BLOCK if tokens <= MASKED_TOKENS and has_kernel else None
     dispatch = make_dispatch(routing.experts, num_experts, height)
     outputs = _multiply(x, dispatch, gate_up, down, pads=False)[1]

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 import triton
 
 from isobit.kernels.triton.device_functions import runs
-from isobit.kernels.triton.gemm import launch
+from isobit.kernels.triton.gemm import Cut, launch
 from isobit.kernels.triton.quantise import QuantRows
 from isobit.precision.quant_tensor import QuantTensor, ScaleKind
 
@@ -75,8 +75,8 @@ def _launch(
     b_scales: torch.Tensor | None = None,
 ) -> None:
     block_m, warps = tile(len(a), len(b))
-    count = stages(block_m, a.element_size())
-    launch(a, b, out, a_scales, b_scales, block_m=block_m, warps=warps, stages=count)
+    cut = Cut(block_m, warps, stages(block_m, a.element_size()))
+    launch(a, b, out, cut, a_scales, b_scales)
 
 
 def tile(m: int, n: int) -> tuple[int, int]:

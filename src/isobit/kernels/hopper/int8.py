@@ -1,6 +1,6 @@
-"""INT8 on Hopper: the linears' product, and a matrix as DGrad reads it.
+"""INT8 on Hopper: the linears' product.
 
-The product is that of ``isobit.kernels.triton.int8``; lm_head's stays in FP32.  Tiles and splits of
+It is that of ``isobit.kernels.triton.int8``; lm_head's stays in FP32.  Tiles and splits of
 K may depend on M: a row has the specification's bits in every batch.
 
     up to 4      by the multiprocessors' own products of four numbers, whose warps read 512
@@ -10,9 +10,6 @@ K may depend on M: a row has the specification's bits in every batch.
                  several parts at once if tiles are too few, whose sums a second kernel adds
     more         persistent programs, which ask the copy engine for the tiles of their next product
                  while they scale and store the last
-
-DGrad is in E4M3: a matrix is multiplied by H again (H H = n, by which its scales were divided) and
-quantised in 128x128 blocks, written transposed.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -33,17 +30,8 @@ from isobit.kernels.hopper.sizes import (
     SPLIT_PROGRAMS,
     UNSPLIT_ROWS,
 )
-from isobit.kernels.triton.device_functions import padded_size, rotated, runs
 from isobit.kernels.triton.int8 import Dots, Tiles, multiply, number_of_splits, scaled
-from isobit.kernels.triton.quantise import amax_bits, levels, to_e4m3
-from isobit.precision.quant_tensor import (
-    BLOCK,
-    E4M3,
-    Int8Rows,
-    QuantTensor,
-    ScaleKind,
-    num_blocks,
-)
+from isobit.precision.quant_tensor import BLOCK, Int8Rows
 
 _ONE_WAVE = 64 * PROGRAMS  # rows of W: a tile of 64 for each multiprocessor
 BAND = 16  # rows of tiles that share W in the L2 cache
@@ -167,91 +155,3 @@ def int8_gemm_nt(
         return out
     multiply(x, weight, cut, out)
     return out
-
-
-@triton.jit
-def _e4m3_kernel(
-    VALUES, SCALES, OUT_VALUES, OUT_SCALES, N: tl.constexpr, PART: tl.constexpr, K: tl.constexpr,
-    OUT_ROW: tl.constexpr, OUT_BLOCKS: tl.constexpr, LEVELS: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-):  # fmt: skip
-    """One program a block of one matrix of N rows; the rows of a part go to as many of the OUT_ROW
-    columns, with zeros up to a whole block.
-    """
-    of_part: tl.constexpr = (PART + 127) // 128
-    block_k = tl.program_id(0)
-    block_n = tl.program_id(1)
-    matrix = tl.program_id(2).to(tl.int64)
-    k = block_k.to(tl.int64) * 128 + tl.arange(0, 128)
-    within = block_n % of_part * 128 + tl.arange(0, 128)
-    n = matrix * N + block_n // of_part * PART + within
-    if PART % 128 or K % 128:
-        inside = (within < PART)[:, None] & (k < K)[None, :]
-        values = tl.load(VALUES + n[:, None] * K + k[None, :], mask=inside, other=0)
-        scales = tl.load(SCALES + n, mask=within < PART, other=0.0)
-    else:
-        values = tl.load(VALUES + n[:, None] * K + k[None, :])
-        scales = tl.load(SCALES + n)
-    x = rotated(values.to(tl.float32) * scales[:, None], 128, 128, LEVELS)
-    bits = tl.max(amax_bits(x, 1)[:, None], 0, keep_dims=True)
-    made, scale = to_e4m3(x, bits, POWER_OF_TWO)
-    made = made.to(tl.uint8, bitcast=True)
-    if PART % 128 or K % 128:  # numbers beyond the matrix are NaN in a block that is not finite
-        made = tl.where((within < PART)[:, None] & (k < K)[None, :], made, 0)
-    to = block_n * 128 + tl.arange(0, 128)
-    place = OUT_VALUES + (matrix * K + k)[:, None] * OUT_ROW + to[None, :]
-    tl.store(place, tl.trans(made), mask=(k < K)[:, None])
-    block = (matrix * ((K + 127) // 128) + block_k) * OUT_BLOCKS + block_n
-    tl.store(OUT_SCALES + block + tl.zeros([1, 1], tl.int32), scale)
-
-
-def transposed_e4m3(
-    values: torch.Tensor, scales: torch.Tensor, part: int, kind: ScaleKind = "power_of_two"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Published matrices [E, N, K] with scales [E, N, 1] -> their numbers in E4M3 blocks that begin
-    anew at each ``part`` of N, transposed: values [E, K, N in whole blocks] and FP32 scales [E,
-    blocks of K, blocks of N].
-    """
-    count, n, k = values.shape
-    blocks_k, blocks_n = num_blocks(k), n // part * num_blocks(part)
-    made = torch.empty((count, k, blocks_n * BLOCK), dtype=E4M3, device=values.device)
-    made_scales = torch.empty(
-        (count, blocks_k, blocks_n), dtype=torch.float32, device=values.device
-    )
-    _turn(values, scales, made, made_scales, part, kind)
-    return made, made_scales
-
-
-def transposed_weight(
-    weight: Int8Rows, parts: tuple[int, ...], kind: ScaleKind = "power_of_two"
-) -> QuantTensor:
-    """A published weight [N, K] of these ``parts`` -> its numbers in E4M3 blocks, transposed: [K,
-    ``padded_size``], as ``isobit.kernels.hopper.linear.transpose_blocks`` lays them out.
-    """
-    n, k = weight.values.shape
-    assert sum(parts) == n
-    out = QuantTensor.empty_blocks(k, padded_size(parts), weight.values.device)
-    for run in runs(parts):
-        rows, columns = slice(run.first, run.first + run.size), run.first_block * BLOCK
-        _turn(
-            weight.values[None, rows], weight.scales[None, rows], out.values[None, :, columns:],
-            out.scales[None, :, run.first_block :], run.size, kind,
-        )  # fmt: skip
-    return out
-
-
-def _turn(
-    values: torch.Tensor,
-    scales: torch.Tensor,
-    made: torch.Tensor,
-    made_scales: torch.Tensor,
-    part: int,
-    kind: ScaleKind,
-) -> None:
-    """INT8 [E, N, K] to E4M3 [E, K, N in whole blocks], perhaps columns of more."""
-    count, n, k = values.shape
-    _e4m3_kernel[(num_blocks(k), n // part * num_blocks(part), count)](
-        values, scales, made.view(torch.uint8), made_scales, n, part, k, made.stride(1),
-        made_scales.stride(1), levels(k), kind == "power_of_two",
-        num_warps=8, enable_fp_fusion=False,
-    )  # fmt: skip

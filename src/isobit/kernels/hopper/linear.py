@@ -1,16 +1,11 @@
-"""The linear layer on Hopper: its operands in the formats of a site, and its three products.
+"""The linear layer on Hopper: its three products, of operands of ``isobit.kernels.triton.linear``,
+and adapters.
 
     FProp   Y   = X W^T       ``isobit.kernels.hopper.gemm`` and ``int8``
     DGrad   dX  = dY W
     WGrad   dW += dY^T X
             dW[n, k] += sum over token groups t of
                             (sum_j dY^T[n, tj] X^T[k, tj]) * scale_y[n, t] * scale_x[k, t]
-
-In E4M3, DGrad's dY is in 1x128 groups along N and W's 128x128 blocks are the forward's, both in
-whole blocks of W's parts.  WGrad's operands are in groups of 128 tokens (``token_groups``), or in
-BF16 (``precision.wgrad``, and layers in BF16).  Where both copies of an operand are needed, one
-kernel reads it once.  A linear in INT8 has DGrad in E4M3 and WGrad in BF16, or where the flow asks
-for it in INT8 (``int8_backward``).
 
 LoRA's products are narrow: x A^T has a few dozen columns, and a library's tile of a decode step
 would go through all of K on four multiprocessors.  K is cut into parts here, at fixed places, whose
@@ -43,7 +38,6 @@ warp copies the tiles of token groups into a ring of buffers: `full` signals tha
 """
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -67,91 +61,25 @@ from isobit.kernels.hopper.gemm import (
     deep_gemm_or_triton,
     fp8_gemm_nt,
 )
-from isobit.kernels.hopper.int8 import int8_gemm_nt, transposed_weight
-from isobit.kernels.hopper.token_groups import gradient_both, quantise_both, quantise_tokens
+from isobit.kernels.hopper.int8 import int8_gemm_nt
 from isobit.kernels.operands import (
     ADAPTER_PARTS,
     AdapterGradients,
     AdapterWeight,
-    LinearInput,
     LinearWeight,
     Operand,
-    OutputGradient,
 )
-from isobit.kernels.triton.device_functions import padded_size, runs
-from isobit.kernels.triton.int8_backward import (
-    Unbalanced,
-    balanced_rows,
-    quantise_parts,
-    transposed_parts,
-)
-from isobit.kernels.triton.quantise import (
-    QuantRows,
-    quantise_gradient,
-    quantise_int8,
-    quantise_rows,
-)
+from isobit.kernels.triton.int8_backward import Unbalanced, balanced_rows, transposed_parts
+from isobit.kernels.triton.quantise import QuantRows
+from isobit.kernels.triton.transpose import transpose_blocks, transposed_weight
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK as WHOLE_BLOCK
-from isobit.precision.quant_tensor import (
-    Int8Parts,
-    Int8Rows,
-    QuantTensor,
-    ScaleKind,
-    num_blocks,
-)
+from isobit.precision.quant_tensor import Int8Parts, Int8Rows, QuantTensor, ScaleKind
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false
 # (Triton's types know neither launch options nor what a kernel computes with)
-
-
-@triton.jit
-def _transpose_kernel(
-    VALUES, SCALES, OUT_VALUES, OUT_SCALES,
-    N: tl.constexpr, K: tl.constexpr, OUT_ROW: tl.constexpr, OUT_BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """One program a block and its scale, of N rows to N of the OUT_ROW columns, with zeros up to a
-    whole block.  Bytes are handled as integers.
-    """
-    block_n = tl.program_id(1)
-    block_k = tl.program_id(0)
-    n = block_n.to(tl.int64) * 128 + tl.arange(0, 128)
-    k = block_k.to(tl.int64) * 128 + tl.arange(0, 128)
-    if N % 128 or K % 128:
-        inside = (n < N)[:, None] & (k < K)[None, :]
-        values = tl.load(VALUES + n[:, None] * K + k[None, :], mask=inside, other=0)
-        kept = (k < K)[:, None]
-        tl.store(OUT_VALUES + k[:, None] * OUT_ROW + n[None, :], tl.trans(values), mask=kept)
-    else:
-        values = tl.load(VALUES + n[:, None] * K + k[None, :])
-        tl.store(OUT_VALUES + k[:, None] * OUT_ROW + n[None, :], tl.trans(values))
-    tl.store(
-        OUT_SCALES + block_k * OUT_BLOCKS + block_n,
-        tl.load(SCALES + block_n * ((K + 127) // 128) + block_k),
-    )
-
-
-def transpose_blocks(weight: QuantTensor) -> QuantTensor:
-    """A weight [N, K] in 128x128 blocks -> its transpose, the same bytes and scales: [K, N], or [K,
-    ``padded_size``] with zeros behind each short block along N.
-    """
-    assert weight.granularity == "128x128"
-    assert weight.values.is_contiguous()
-    assert weight.scales.is_contiguous()
-    n, k = weight.values.shape
-    parts = weight.parts or (n,)
-    out = QuantTensor.empty_blocks(k, padded_size(parts), weight.values.device)
-    from_values, to_values = weight.values.view(torch.uint8), out.values.view(torch.uint8)
-    for run in runs(parts):
-        _transpose_kernel[(num_blocks(k), run.blocks)](
-            from_values[run.first :], weight.scales[run.first_block :],
-            to_values[:, run.first_block * WHOLE_BLOCK :], out.scales[:, run.first_block :],
-            run.size, k,
-            *out.values.shape[1:], *out.scales.shape[1:], num_warps=4,
-        )  # fmt: skip
-    return out
 
 
 def fp8_gemm_nn(dy: QuantRows, weight: QuantTensor, scales: ScaleKind) -> torch.Tensor:
@@ -369,31 +297,6 @@ def bf16_gemm_tn(dy: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, scale: f
     BF16.
     """
     torch.addmm(grad, dy.t(), x, out_dtype=torch.float32, alpha=scale, out=grad)
-
-
-def linear_input(x: torch.Tensor, site: Site, save: bool = False) -> LinearInput:
-    """x BF16 [T, K]: in 1x128 groups, in INT8 or as it is; saved in groups of 128 tokens or as it
-    is.
-    """
-    if site.forward == "int8":
-        return LinearInput(quantise_int8(x), input_saved(x, site) if save else None)
-    if save and site.wgrad == "e4m3":
-        return LinearInput(*quantise_both(x, site.scales))
-    read = quantise_rows(x, site.scales) if site.forward == "e4m3" else x
-    return LinearInput(read, x if save else None)
-
-
-def joined_rows(values: torch.Tensor, scales: torch.Tensor) -> QuantRows:
-    """E4M3 values [T, K] and FP32 scales, a row a group, [ceil(K / 128), T]."""
-    tokens = len(values)
-    padding = -tokens % 4
-    rows = F.pad(scales, (0, padding)) if padding else scales
-    return QuantRows(values, rows.t()[:tokens])
-
-
-def input_saved(x: torch.Tensor, site: Site) -> Operand:
-    """x BF16 [T, K] as WGrad reads it."""
-    return quantise_tokens(x, site.scales) if site.wgrad == "e4m3" else x
 
 
 def linear(x: Operand, weight: LinearWeight) -> torch.Tensor:
@@ -621,27 +524,6 @@ def adapter_backward(
         torch.mm(d, b[rows], out=d_low[:, place])
     bf16_gemm_tn(d_low, x, grads.down, scale)
     dx.addmm_(d_low, a, alpha=scale)
-
-
-def output_gradient(dy: torch.Tensor, site: Site) -> OutputGradient:
-    """dY BF16 [T, N] as DGrad and WGrad read it."""
-    parts = site.parts or (dy.shape[1],)
-    if site.dgrad == "int8":
-        return of_int8_rows(dy, *quantise_parts(dy, parts), site)
-    if site.dgrad != "e4m3":
-        return OutputGradient(dy, dy)
-    if site.wgrad != "e4m3":
-        return OutputGradient(quantise_gradient(dy, parts, site.scales), dy)
-    return OutputGradient(*gradient_both(dy, parts, site.scales))
-
-
-def of_int8_rows(
-    dy: torch.Tensor, rows: Int8Parts, amax: torch.Tensor, site: Site
-) -> OutputGradient:
-    """dY in BF16, as DGrad reads it, and the bits of the largest numbers, int32 [parts, T]."""
-    if site.wgrad == "int8":
-        return OutputGradient(rows, Unbalanced(dy, amax))
-    return OutputGradient(rows, quantise_tokens(dy, site.scales) if site.wgrad == "e4m3" else dy)
 
 
 def dgrad(dy: Operand, weight: LinearWeight) -> torch.Tensor:

@@ -18,7 +18,7 @@ and 4 a row.
 
 from collections.abc import Mapping
 
-from isobit.kernels.operands import KvShape, kv_formats
+from isobit.kernels.operands import LOGITS_CHUNK, KvShape, kv_formats
 from isobit.kernels.sizes import AttentionShape, ExpertBytes, ExpertsShape, WorkShape
 from isobit.precision.flow import PrecisionFlow, Site
 from isobit.precision.quant_tensor import (
@@ -51,7 +51,6 @@ MOST_SPLIT_ROWS = 128  # beyond which it does so again
 MOST_SPLITS = 8  # parts of K between them,
 SPLIT_PROGRAMS = 96  # until so many programs have each a part of 64 columns
 _SUMS = 2 * PROGRAMS * 4 * _TILE**2
-CHUNK = 4096  # logits of a row that one program takes, of which it leaves three numbers
 _SCORED = 48  # ids, positions and figures of a token
 _SCALE: dict[Format, int] = {"e4m3": 1, "int8": 4}
 """Bytes of the scale of a vector of K or V."""
@@ -190,7 +189,7 @@ def workspaces(shape: WorkShape) -> Mapping[str, int]:
         return {"score head": 6 * hidden * tokens}
     vocabulary = -(-shape.vocab_size // HEAD_ROWS) * HEAD_ROWS
     quantised = hidden + 4 if shape.int8_head else 0
-    row = 4 * vocabulary + max(12 * -(-vocabulary // CHUNK), quantised)
+    row = 4 * vocabulary + max(12 * -(-vocabulary // LOGITS_CHUNK), quantised)
     forward = row * min(tokens, forward_rows(vocabulary))
     part = BYTES_A_LOGIT * vocabulary + 4 * hidden
     logits = part * min(tokens, backward_rows(vocabulary))

@@ -77,6 +77,10 @@ class QuantRows:
         scales = torch.empty((num_blocks(columns), padded), dtype=torch.float32, device=device)
         return cls(torch.empty((rows, columns), dtype=E4M3, device=device), scales.t()[:rows])
 
+    def written(self, as_bytes: bool) -> "QuantRows":
+        """As a kernel writes it; ``as_bytes`` by integers alone, which every card has."""
+        return QuantRows(self.values.view(torch.uint8), self.scales) if as_bytes else self
+
     def groups(self, first: int, count: int) -> "QuantRows":
         """``count`` whole groups of every row, not copied."""
         columns = slice(first * BLOCK, (first + count) * BLOCK)
@@ -214,7 +218,10 @@ def _rms_norm_kernel(
     if KEEP:
         tl.store(NORM + row * C + column, y, mask=inside)
     if QUANTISE:
-        values, scales = quantise_groups(y.to(tl.float32), WIDTH // 128, POWER_OF_TWO, LEVELS)
+        as_bytes: tl.constexpr = VALUES.dtype.element_ty == tl.uint8
+        values, scales = quantise_groups(
+            y.to(tl.float32), WIDTH // 128, POWER_OF_TWO, LEVELS, as_bytes
+        )
         group = scale_groups(0, WIDTH // 128, LEVELS)
         tl.store(VALUES + row * C + column, values, mask=inside)
         tl.store(SCALES + group * scale_stride + row, scales, mask=group < (C + 127) // 128)
@@ -291,7 +298,8 @@ def _swiglu_quantise_kernel(
     group = first + tl.arange(0, GROUPS)
     inside = column < C
     y = _gated_row(GATE_UP, KEPT, row, column, inside, C)
-    values, scales = quantise_groups(y.to(tl.float32), GROUPS, POWER_OF_TWO)
+    as_bytes: tl.constexpr = VALUES.dtype.element_ty == tl.uint8
+    values, scales = quantise_groups(y.to(tl.float32), GROUPS, POWER_OF_TWO, None, as_bytes)
     tl.store(VALUES + row * C + column, values, mask=inside)
     tl.store(SCALES + group * scale_stride + row, scales, mask=group < (C + 127) // 128)
 
@@ -321,20 +329,22 @@ def quantise_rows(
     """[M, K] BF16 or FP32, contiguous; ``as_bytes`` by integers alone, for every card."""
     rows, columns = x.shape
     out = QuantRows.empty(rows, columns, x.device)
-    to = QuantRows(out.values.view(torch.uint8), out.scales) if as_bytes else out
-    _quantise(x, columns, to, columns, columns, scales)
+    _quantise(x, columns, out.written(as_bytes), columns, columns, scales)
     return out
 
 
 def quantise_gradient(
-    dy: torch.Tensor, parts: tuple[int, ...], scales: ScaleKind = "power_of_two"
+    dy: torch.Tensor,
+    parts: tuple[int, ...],
+    scales: ScaleKind = "power_of_two",
+    as_bytes: bool = False,
 ) -> QuantRows:
     """dY [M, N] BF16, contiguous, of a matrix with these ``parts`` -> [M, ``padded_size``]: groups
     begin anew at each part, and zeros pad a short one.
     """
     out = QuantRows.empty(dy.shape[0], padded_size(parts), dy.device)
     for run in runs(parts):
-        part = out.groups(run.first_block, run.blocks)
+        part = out.groups(run.first_block, run.blocks).written(as_bytes)
         _quantise(dy[:, run.first :], dy.shape[1], part, run.size, run.blocks * BLOCK, scales)
     return out
 
@@ -425,12 +435,14 @@ def rms_norm_quantise(
     epsilon: float,
     scales: ScaleKind | None = "power_of_two",
     keep: bool = False,
+    as_bytes: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, QuantRows | None]:
     """Residual h [M, C] and the layer's output x to add to it (or None), both BF16 -> new h,
     RMSNorm(h) if ``keep``, and its quantisation, unless ``scales`` is None.
     """
     out = None if scales is None else QuantRows.empty(*h.shape, h.device)
-    return *_rms_norm(h, x, weight, epsilon, out, keep, scales == "power_of_two"), out
+    to = None if out is None else out.written(as_bytes)
+    return *_rms_norm(h, x, weight, epsilon, to, keep, scales == "power_of_two"), out
 
 
 def rms_norm_int8(
@@ -467,7 +479,10 @@ def _rms_norm(
 
 
 def swiglu_quantise(
-    gate_up: torch.Tensor, scales: ScaleKind = "power_of_two", kept: torch.Tensor | None = None
+    gate_up: torch.Tensor,
+    scales: ScaleKind = "power_of_two",
+    kept: torch.Tensor | None = None,
+    as_bytes: bool = False,
 ) -> QuantRows:
     """[M, 2 C] BF16, gate before up -> the quantisation of silu(gate) * up, [M, C], which itself is
     written to ``kept``, BF16 [M, C], if that is given.
@@ -477,7 +492,8 @@ def swiglu_quantise(
     groups = _groups_of_program(columns)
     grid = (rows, triton.cdiv(columns, groups * BLOCK))
     _swiglu_quantise_kernel[grid](
-        gate_up, out.values, out.scales, out.scales.stride(1), kept, columns, groups,
+        gate_up, out.written(as_bytes).values, out.scales, out.scales.stride(1), kept, columns,
+        groups,
         scales == "power_of_two", num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out

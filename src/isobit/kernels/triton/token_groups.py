@@ -76,7 +76,8 @@ def store_rows(
     scales [ceil(C/128), tokens].
     """
     x = widen(strip)
-    values, scales = _to_e4m3(x, _amax_bits(x, 1)[:, None], POWER_OF_TWO)
+    as_bytes: gl.constexpr = VALUES.dtype.element_ty == gl.uint8
+    values, scales = _to_e4m3(x, _amax_bits(x, 1)[:, None], POWER_OF_TWO, as_bytes)
     column = group * 128 + gl.arange(0, 128, gl.SliceLayout(0, BY_ROW))
     mask = inside[:, None]
     if C % 128:
@@ -93,10 +94,11 @@ def store_tokens(
     """BF16 tile in shared memory, one group of 128 of C columns -> from row START of values
     [COLUMNS, Tp], and of scales [Tp/128, COLUMNS].
     """
+    as_bytes: gl.constexpr = VALUES.dtype.element_ty == gl.uint8
     token = gl.program_id(1) * 128 + gl.arange(0, 128, gl.SliceLayout(1, BY_COLUMN))
     for strip in gl.static_range(128 // STRIP):
         x = tile.slice(strip * STRIP, STRIP, 1).load(BY_COLUMN).to(gl.float32)
-        values, scales = _to_e4m3(x, _amax_bits(x, 0)[None, :], POWER_OF_TWO)
+        values, scales = _to_e4m3(x, _amax_bits(x, 0)[None, :], POWER_OF_TWO, as_bytes)
         column = group * 128 + strip * STRIP + gl.arange(0, STRIP, gl.SliceLayout(0, BY_COLUMN))
         row, inside, both = START + column, None, None
         if C % 128:
@@ -147,24 +149,29 @@ def _quantise_kernel(
     store_tokens(tile, TOKEN_VALUES, TOKEN_SCALES, group, C, 0, COLUMNS, POWER_OF_TWO)
 
 
-def quantise_tokens(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantRows:
+def quantise_tokens(
+    x: torch.Tensor, scales: ScaleKind = "power_of_two", as_bytes: bool = False
+) -> QuantRows:
     """[T, C] BF16, contiguous -> x^T in token groups, [C, Tp]."""
     tokens = empty_tokens(x, x.shape[1])
-    _quantise(x, None, tokens, scales, x.shape[1])
+    _quantise(x, None, tokens, scales, x.shape[1], as_bytes)
     return tokens
 
 
 def quantise_both(
-    x: torch.Tensor, scales: ScaleKind = "power_of_two"
+    x: torch.Tensor, scales: ScaleKind = "power_of_two", as_bytes: bool = False
 ) -> tuple[QuantRows, QuantRows]:
     """[T, C] BF16, contiguous -> x in row groups, [T, C], and x^T in token groups, [C, Tp]."""
     rows, tokens = QuantRows.empty(*x.shape, x.device), empty_tokens(x, x.shape[1])
-    _quantise(x, rows, tokens, scales, x.shape[1])
+    _quantise(x, rows, tokens, scales, x.shape[1], as_bytes)
     return rows, tokens
 
 
 def gradient_both(
-    dy: torch.Tensor, parts: tuple[int, ...], scales: ScaleKind = "power_of_two"
+    dy: torch.Tensor,
+    parts: tuple[int, ...],
+    scales: ScaleKind = "power_of_two",
+    as_bytes: bool = False,
 ) -> tuple[QuantRows, QuantRows]:
     """dY [T, N] BF16, contiguous, of a matrix with these ``parts`` -> dY in row groups as
     ``quantise_gradient`` gives it, and dY^T in token groups, [N, Tp].
@@ -175,25 +182,27 @@ def gradient_both(
         part = slice(run.first, run.first + run.size)
         _quantise(
             dy[:, part], rows.groups(run.first_block, run.blocks),
-            QuantRows(tokens.values[part], tokens.scales[part]), scales, row=dy.shape[1],
+            QuantRows(tokens.values[part], tokens.scales[part]), scales, dy.shape[1], as_bytes,
         )  # fmt: skip
     return rows, tokens
 
 
-def swiglu_tokens(gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantRows:
+def swiglu_tokens(
+    gate_up: torch.Tensor, scales: ScaleKind = "power_of_two", as_bytes: bool = False
+) -> QuantRows:
     """[T, 2 C] BF16, contiguous, gate before up -> (silu(gate) * up)^T in token groups, [C, Tp]."""
     tokens = empty_tokens(gate_up, gate_up.shape[1] // 2)
-    _quantise(gate_up, None, tokens, scales, gate_up.shape[1], gated=True)
+    _quantise(gate_up, None, tokens, scales, gate_up.shape[1], as_bytes, gated=True)
     return tokens
 
 
 def swiglu_both(
-    gate_up: torch.Tensor, scales: ScaleKind = "power_of_two"
+    gate_up: torch.Tensor, scales: ScaleKind = "power_of_two", as_bytes: bool = False
 ) -> tuple[QuantRows, QuantRows]:
     """[T, 2 C] as above -> y in row groups, [T, C], and y^T in token groups, [C, Tp]."""
     count, columns = gate_up.shape[0], gate_up.shape[1] // 2
     rows, tokens = QuantRows.empty(count, columns, gate_up.device), empty_tokens(gate_up, columns)
-    _quantise(gate_up, rows, tokens, scales, gate_up.shape[1], gated=True)
+    _quantise(gate_up, rows, tokens, scales, gate_up.shape[1], as_bytes, gated=True)
     return rows, tokens
 
 
@@ -203,11 +212,13 @@ def _quantise(
     tokens: QuantRows,
     scales: ScaleKind,
     row: int,
+    as_bytes: bool,
     gated: bool = False,
 ) -> None:
     """Columns of x, ``row`` apart, to rows of ``tokens`` and to ``rows``, padded with zeros."""
+    tokens = tokens.written(as_bytes)
     count, columns = x.shape[0], tokens.values.shape[0]
-    to = tokens if rows is None else rows
+    to = tokens if rows is None else rows.written(as_bytes)
     written, out_row = (
         (columns, columns) if rows is None else (rows.values.shape[1], rows.values.stride(0))
     )

@@ -12,7 +12,7 @@ and for one chunk's entries.  g_i comes from output i of the sample's generator 
 which keeps its relative precision where it is small, the only range that decides a draw.
 Temperature 0 takes the largest logit, the lowest id among equals.
 
-Chunks, L and log-probabilities are those of ``isobit.kernels.hopper.head``.
+Chunks, L and log-probabilities are those of ``isobit.kernels.triton.head``.
 """
 
 import torch
@@ -21,8 +21,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from isobit.kernels.hopper.head import (
-    CHUNK,
+from isobit.kernels.operands import LOGITS_CHUNK, Drawn, Draws
+from isobit.kernels.spec.head import draw, truncate
+from isobit.kernels.triton.head import (
     chunk_stats,
     combine,
     inverse_temperature,
@@ -30,8 +31,6 @@ from isobit.kernels.hopper.head import (
     log_probs_of,
     log_sums_and_entropies,
 )
-from isobit.kernels.operands import Drawn, Draws
-from isobit.kernels.spec.head import draw, truncate
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
@@ -112,8 +111,8 @@ def sample_tokens(
     vocab_size, chunks = logits.shape[1], stats.shape[2]
     _draw_kernel[(rows.numel(),)](
         logits, rows, temperatures, keys, positions, stats, tokens, log_probs,
-        vocab_size, logits.stride(0), CHUNK, chunks, triton.next_power_of_2(chunks), num_warps=8,
-        enable_fp_fusion=False,
+        vocab_size, logits.stride(0), LOGITS_CHUNK, chunks, triton.next_power_of_2(chunks),
+        num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return tokens, log_probs
 

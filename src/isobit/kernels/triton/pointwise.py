@@ -27,7 +27,7 @@ dy the gradient of y = silu(gate) * up, s = 1 / (1 + exp(-gate)) and silu = gate
 
 both rounded to BF16.  This is the largest operand of the backward, 2 C numbers a token.  A program
 computes a tile of both gradients in strips, with the functions of
-``isobit.kernels.hopper.token_groups``; three inputs and two tiles in shared memory allow three
+``isobit.kernels.triton.token_groups``; three inputs and two tiles in shared memory allow three
 programs a multiprocessor.  In INT8 a program takes a whole row, since each half has one scale, in
 chunks that it holds behind the Hadamard matrix; dy and gate are read twice, the second time from a
 cache.
@@ -39,26 +39,6 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from isobit.kernels.hopper.linear import (
-    input_saved,
-    linear_input,
-    of_int8_rows,
-    output_gradient,
-)
-from isobit.kernels.hopper.token_groups import (
-    BY_ROW,
-    PADDED,
-    STRIP,
-    WARPS,
-    empty_tokens,
-    load_rows,
-    store_rows,
-    store_tokens,
-    swiglu_both,
-    swiglu_tokens,
-    tile_grid,
-    widen,
-)
 from isobit.kernels.operands import (
     Gate,
     LinearInput,
@@ -68,6 +48,12 @@ from isobit.kernels.operands import (
     is_observed,
 )
 from isobit.kernels.triton.device_functions import add_block_sums, padded_size, rotated_row
+from isobit.kernels.triton.linear import (
+    input_saved,
+    linear_input,
+    of_int8_rows,
+    output_gradient,
+)
 from isobit.kernels.triton.quantise import (
     QuantRows,
     amax_bits,
@@ -83,6 +69,20 @@ from isobit.kernels.triton.quantise import (
     swiglu,
     swiglu_int8,
     swiglu_quantise,
+)
+from isobit.kernels.triton.token_groups import (
+    BY_ROW,
+    PADDED,
+    STRIP,
+    WARPS,
+    empty_tokens,
+    load_rows,
+    store_rows,
+    store_tokens,
+    swiglu_both,
+    swiglu_tokens,
+    tile_grid,
+    widen,
 )
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK, EIGHT_BITS, Int8Parts, ScaleKind
@@ -146,15 +146,18 @@ def add_rms_norm(
     site: Site | None,
     save: bool = False,
     keep: bool = False,
+    as_bytes: bool = False,
 ) -> Normed:
-    """h and x BF16 [T, C]; the norm itself is written only where it is read."""
+    """h and x BF16 [T, C]; the norm itself is written only where it is read.  Here and below, E4M3
+    is written ``as_bytes``, by integers alone, for cards before sm_89.
+    """
     format = None if site is None else site.forward
     keep = keep or format not in EIGHT_BITS or save or is_observed()
     if format == "int8":
         h, norm, quantised = rms_norm_int8(h, x, weight, epsilon, keep)
     else:
         scales = site.scales if site is not None and format == "e4m3" else None
-        h, norm, quantised = rms_norm_quantise(h, x, weight, epsilon, scales, keep)
+        h, norm, quantised = rms_norm_quantise(h, x, weight, epsilon, scales, keep, as_bytes)
     if site is None:
         return Normed(h, norm, None)
     read = norm if quantised is None else quantised
@@ -162,7 +165,7 @@ def add_rms_norm(
     saved = None
     if save:
         assert norm is not None
-        saved = input_saved(norm, site)
+        saved = input_saved(norm, site, as_bytes)
     return Normed(h, norm, LinearInput(read, saved))
 
 
@@ -241,44 +244,57 @@ def rms_norm_backward(
 
 
 def swiglu_input(
-    gate_up: torch.Tensor, site: Site, save: bool = False, gate: Gate = "silu"
+    gate_up: torch.Tensor,
+    site: Site,
+    save: bool = False,
+    gate: Gate = "silu",
+    as_bytes: bool = False,
 ) -> LinearInput:
     """gate_up BF16 [T, 2 C] -> ``swiglu`` as the linear ``site`` reads it."""
     assert gate == "silu", "support.model_problem refuses the others"
     if site.forward not in EIGHT_BITS:
-        return linear_input(swiglu(gate_up), site, save)
+        return linear_input(swiglu(gate_up), site, save, as_bytes)
     if save and site.wgrad == "e4m3":
         if site.forward == "int8":
-            return LinearInput(swiglu_int8(gate_up), swiglu_saved(gate_up, site))
-        return LinearInput(*swiglu_both(gate_up, site.scales))
+            return LinearInput(swiglu_int8(gate_up), swiglu_saved(gate_up, site, as_bytes=as_bytes))
+        return LinearInput(*swiglu_both(gate_up, site.scales, as_bytes))
     kept = None
     if save:
         kept = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
     if site.forward == "int8":
         return LinearInput(swiglu_int8(gate_up, kept), kept)
-    return LinearInput(swiglu_quantise(gate_up, site.scales, kept), kept)
+    return LinearInput(swiglu_quantise(gate_up, site.scales, kept, as_bytes), kept)
 
 
-def swiglu_saved(gate_up: torch.Tensor, site: Site, gate: Gate = "silu") -> Operand:
+def swiglu_saved(
+    gate_up: torch.Tensor, site: Site, gate: Gate = "silu", as_bytes: bool = False
+) -> Operand:
     """``swiglu`` as the linear's WGrad reads it."""
     assert gate == "silu", "support.model_problem refuses the others"
-    return swiglu_tokens(gate_up, site.scales) if site.wgrad == "e4m3" else swiglu(gate_up)
+    if site.wgrad != "e4m3":
+        return swiglu(gate_up)
+    return swiglu_tokens(gate_up, site.scales, as_bytes)
 
 
 def swiglu_backward(
-    d_activation: torch.Tensor, gate_up: torch.Tensor, site: Site, gate: Gate = "silu"
+    d_activation: torch.Tensor,
+    gate_up: torch.Tensor,
+    site: Site,
+    gate: Gate = "silu",
+    as_bytes: bool = False,
 ) -> OutputGradient:
     """[T, C] and [T, 2 C], BF16 -> the gradient of ``gate_up``, as dY of the linear ``site``."""
     assert gate == "silu", "support.model_problem refuses the others"
     if site.dgrad == "int8":
-        return of_int8_rows(*swiglu_backward_int8(d_activation, gate_up), site)
+        return of_int8_rows(*swiglu_backward_int8(d_activation, gate_up), site, as_bytes)
     if site.dgrad == site.wgrad == "e4m3":
-        return OutputGradient(*swiglu_backward_quantise(d_activation, gate_up, site.scales))
+        made = swiglu_backward_quantise(d_activation, gate_up, site.scales, as_bytes)
+        return OutputGradient(*made)
     if site.dgrad == "e4m3" and not d_activation.shape[1] % BLOCK:
         rows = QuantRows.empty(*gate_up.shape, gate_up.device)
-        d = swiglu_backward_bf16(d_activation, gate_up, rows, site.scales)
-        return OutputGradient(rows, d)
-    return output_gradient(swiglu_backward_bf16(d_activation, gate_up), site)
+        to = rows.written(as_bytes)
+        return OutputGradient(rows, swiglu_backward_bf16(d_activation, gate_up, to, site.scales))
+    return output_gradient(swiglu_backward_bf16(d_activation, gate_up), site, as_bytes)
 
 
 @triton.jit
@@ -314,10 +330,13 @@ def _swiglu_backward_kernel(
     tl.store(OUT + row * 2 * C + column, d_gate, mask=inside)
     tl.store(OUT + row * 2 * C + C + column, d_up, mask=inside)
     if VALUES is not None:
+        as_bytes: tl.constexpr = VALUES.dtype.element_ty == tl.uint8
         group = first // 128 + tl.arange(0, WIDTH // 128)
         for half in tl.static_range(2):
             x = d_up if half else d_gate
-            values, scales = quantise_groups(x.to(tl.float32), WIDTH // 128, POWER_OF_TWO)
+            values, scales = quantise_groups(
+                x.to(tl.float32), WIDTH // 128, POWER_OF_TWO, None, as_bytes
+            )
             tl.store(VALUES + (row * 2 + half) * C + column, values, mask=inside)
             place = (half * (C // 128) + group) * scale_stride + row
             tl.store(SCALES + place, scales, mask=group < C // 128)
@@ -425,7 +444,10 @@ def _swiglu_backward_quantise_kernel(
 
 
 def swiglu_backward_quantise(
-    dy: torch.Tensor, gate_up: torch.Tensor, scales: ScaleKind = "power_of_two"
+    dy: torch.Tensor,
+    gate_up: torch.Tensor,
+    scales: ScaleKind = "power_of_two",
+    as_bytes: bool = False,
 ) -> tuple[QuantRows, QuantRows]:
     """dy [T, C] and gate_up [T, 2 C], BF16, contiguous -> the gradient d of gate_up: d in row
     groups, each half in whole blocks, and d^T [2 C, Tp].
@@ -436,8 +458,8 @@ def swiglu_backward_quantise(
     rows = QuantRows.empty(count, padded_size(parts), dy.device)
     tokens = empty_tokens(gate_up, 2 * columns)
     _swiglu_backward_quantise_kernel[tile_grid(count, columns)](
-        dy, gate_up, rows.values, rows.scales, rows.scales.stride(1), tokens.values, tokens.scales,
-        count,
+        dy, gate_up, rows.written(as_bytes).values, rows.scales, rows.scales.stride(1),
+        tokens.written(as_bytes).values, tokens.scales, count,
         columns, padded_size((columns,)), tokens.scales.stride(1), scales == "power_of_two",
         num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
