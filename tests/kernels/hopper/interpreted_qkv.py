@@ -13,14 +13,15 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from isobit.kernels.hopper.attention import SCALES, TILE, PagedKeys
 from isobit.kernels.hopper.qkv import encode_packed, encode_paged, gather_pages
 from isobit.kernels.hopper.qkv_backward import qkv_backward
 from isobit.kernels.operands import QkvGradients, QkvTransform, RopeTable
 from isobit.kernels.spec import qkv as specification
 from isobit.kernels.spec.qkv import Heads, factors
 from isobit.kernels.spec.quantise import hadamard as exact_hadamard
+from isobit.kernels.triton.attention import SCALES, PagedKeys
 from isobit.kernels.triton.device_functions import hadamard
+from isobit.kernels.triton.heads import PAGE_TOKENS
 from isobit.precision.quant_tensor import DTYPES, E4M3, Format
 
 LAYOUTS = [(3, 1, 64), (2, 1, 128)]
@@ -105,17 +106,17 @@ def check_forward(layout: tuple[int, int, int], format: Format, bad: float | Non
     assert torch.equal(ours.isnan(), scales.isnan()) and scales.isnan().any() == (bad is not None)
     assert torch.equal(ours.nan_to_num(), scales.nan_to_num())
 
-    values = torch.zeros(2, 2, keys, TILE * dim, dtype=torch.uint8).unbind()
+    values = torch.zeros(2, 2, keys, PAGE_TOKENS * dim, dtype=torch.uint8).unbind()
     pages = PagedKeys(
-        values[0].view(2, keys, TILE, dim).view(DTYPES[format]),
-        torch.zeros(2, keys, TILE, dtype=SCALES[DTYPES[format]]),
-        values[1].view(2, keys, dim, TILE).view(DTYPES[format]),
-        torch.zeros(2, keys, TILE, dtype=SCALES[DTYPES[format]]),
+        values[0].view(2, keys, PAGE_TOKENS, dim).view(DTYPES[format]),
+        torch.zeros(2, keys, PAGE_TOKENS, dtype=SCALES[DTYPES[format]]),
+        values[1].view(2, keys, dim, PAGE_TOKENS).view(DTYPES[format]),
+        torch.zeros(2, keys, PAGE_TOKENS, dtype=SCALES[DTYPES[format]]),
     )
-    slots = torch.arange(TOKENS) + TILE - 3  # across the end of a page
+    slots = torch.arange(TOKENS) + PAGE_TOKENS - 3  # across the end of a page
     again = encode_paged(qkv, transform, positions, slots, pages)
     assert torch.equal(again.values.view(torch.uint8), queries.values.view(torch.uint8))
-    length = torch.tensor([TILE - 3 + TOKENS], dtype=torch.int32)
+    length = torch.tensor([PAGE_TOKENS - 3 + TOKENS], dtype=torch.int32)
     table = torch.tensor([[0, 1]], dtype=torch.int32)
     total = int(length)
     got = gather_pages(pages, table, torch.zeros_like(length), length, total, total)
@@ -134,7 +135,7 @@ def check_forward(layout: tuple[int, int, int], format: Format, bad: float | Non
 
 def check_tensor_scales(layout: tuple[int, int, int]) -> None:
     """Given scales, of which one is 0, and the maxima of packed vectors, of pages, and in BF16."""
-    (heads, keys, dim), slots = layout, torch.arange(TOKENS) + TILE - 3
+    (heads, keys, dim), slots = layout, torch.arange(TOKENS) + PAGE_TOKENS - 3
     slots[5] = -1
     given = torch.tensor([124, 0, 126], dtype=torch.uint8)
     transform = replace(make(layout, "e4m3"), scale_bytes=given)
@@ -170,17 +171,17 @@ def check_tensor_scales(layout: tuple[int, int, int]) -> None:
     encode_packed(qkv, plain, positions, "bf16")
     assert torch.equal(plain.maxima, exact.maxima)
 
-    values = torch.zeros(2, 2, keys, TILE * dim, dtype=torch.uint8).unbind()
+    values = torch.zeros(2, 2, keys, PAGE_TOKENS * dim, dtype=torch.uint8).unbind()
     pages = PagedKeys(
-        values[0].view(2, keys, TILE, dim).view(E4M3),
-        torch.zeros(2, keys, TILE, dtype=torch.uint8),
-        values[1].view(2, keys, dim, TILE).view(E4M3),
-        torch.zeros(2, keys, TILE, dtype=torch.uint8),
+        values[0].view(2, keys, PAGE_TOKENS, dim).view(E4M3),
+        torch.zeros(2, keys, PAGE_TOKENS, dtype=torch.uint8),
+        values[1].view(2, keys, dim, PAGE_TOKENS).view(E4M3),
+        torch.zeros(2, keys, PAGE_TOKENS, dtype=torch.uint8),
     )
     in_pages = replace(transform, maxima=torch.zeros(3))
     again = encode_paged(qkv, in_pages, positions, slots, pages)
     assert torch.equal(again.values.view(torch.uint8), queries.values.view(torch.uint8))
-    page, offset = slots[slots >= 0] // TILE, slots[slots >= 0] % TILE
+    page, offset = slots[slots >= 0] // PAGE_TOKENS, slots[slots >= 0] % PAGE_TOKENS
     k, v = (x.view(torch.uint8) for x in (pages.keys, pages.values))
     assert torch.equal(k[page, :, offset], packed.keys.view(torch.uint8)[slots >= 0])
     theirs = expected[2].values.view(torch.uint8)[slots >= 0]

@@ -11,6 +11,15 @@ def test_some_products(tmp_path: Path) -> None:
     run_interpreted("tests.kernels.triton.interpreted_linear:quick", tmp_path)
 
 
+def test_attention(tmp_path: Path) -> None:
+    run_interpreted("tests.kernels.triton.interpreted_attention:quick", tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_more_attention(tmp_path: Path) -> None:
+    run_interpreted("tests.kernels.triton.interpreted_attention:whole", tmp_path)
+
+
 def test_e4m3(tmp_path: Path) -> None:
     run_interpreted("tests.kernels.triton.interpreted_e4m3:quick", tmp_path)
 

@@ -56,7 +56,8 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from isobit.kernels.hopper.attention import PackedKeys, _check_shape, _factor, _form
+from isobit.kernels.hopper.attention import HOPPER
+from isobit.kernels.triton.attention import PackedKeys, _factor, checked
 
 GROUP = gl.constexpr(64)  # rows of a warpgroup
 BLOCK = gl.constexpr(128)  # rows of a program, and keys that the queries' kernel takes at once
@@ -561,8 +562,7 @@ def attention_backward(
     """
     tokens, heads, dim = queries.shape
     kv_heads, device = keys.keys.shape[1], queries.device
-    _form(queries, query_scales, keys)
-    _check_shape(heads, kv_heads, dim)
+    checked(queries, query_scales, keys, HOPPER)
     encoded = queries, query_scales, keys.keys, keys.key_scales, keys.values, keys.value_scales
     if not all(x is None or x.is_contiguous() for x in (*encoded, output, log_sum_exp, d_output)):
         raise ValueError("the backward of attention takes contiguous tensors")

@@ -12,7 +12,6 @@ from isobit.kernels.hopper.attend import (
     PackedAttention,
     PagedAttention,
 )
-from isobit.kernels.hopper.attention import PART
 from isobit.kernels.hopper.experts import (
     experts,
     experts_backward,
@@ -60,6 +59,7 @@ from isobit.kernels.hopper.pointwise import (
 from isobit.kernels.hopper.qkv_backward import qkv_backward
 from isobit.kernels.hopper.sampling import draw_tokens
 from isobit.kernels.operands import DecodeBatch, KvCache, KvShape, PagedBatch
+from isobit.kernels.triton.attention import PART
 from isobit.kernels.triton.quantise import publish, publish_head, quantise_rows, republish, swiglu
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import QuantTensor, ScaleKind

@@ -21,7 +21,7 @@ With scales a tensor (``isobit.precision.kv_scales``) bytes are given, and maxim
 atomic maxima of FP32 bits, whose result does not depend on their order.
 
 K and V go to pages (rollout) or are packed (training), in the layouts of
-``isobit.kernels.hopper.attention``.  A page holds V of 8 bits as [D, token], so four consecutive
+``isobit.kernels.triton.attention``.  A page holds V of 8 bits as [D, token], so four consecutive
 slots are written as a word; a single token's V is D bytes, each in its own sector, and these writes
 are most of the time in decode.  ``gather_pages`` lays the pages of a batch end to end for prefill.
 """
@@ -38,10 +38,11 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.attention import SCALES, TILE, PackedKeys, PagedKeys
 from isobit.kernels.hopper.support import HEAD_SIZES
 from isobit.kernels.operands import QkvTransform
+from isobit.kernels.triton.attention import SCALES, PackedKeys, PagedKeys
 from isobit.kernels.triton.device_functions import hadamard
+from isobit.kernels.triton.heads import PAGE_TOKENS
 from isobit.kernels.triton.quantise import (
     _INF_BITS,
     _ROUND_UP_ABOVE_1_75,
@@ -496,7 +497,7 @@ def _encode(
             positions, slots, values, scales,
             out.keys, out.key_scales, out.values, out.value_scales, given, maxima, tokens,
             transform.epsilon,
-            heads, kv_heads, dim, TILE, plan.tokens, plan.heads, transform.hadamard,
+            heads, kv_heads, dim, PAGE_TOKENS, plan.tokens, plan.heads, transform.hadamard,
             _NAMES[out.keys.dtype], num_warps=plan.warps, enable_fp_fusion=False,
         )  # fmt: skip
     return Queries(values, scales)
@@ -551,6 +552,6 @@ def gather_pages(
     _gather_kernel[(kv_heads, triton.cdiv(max_length, _GATHERED), lengths.numel())](
         pages.keys, pages.key_scales, pages.values, pages.value_scales, table, starts, lengths,
         out.keys, out.key_scales, out.values, out.value_scales,
-        table.stride(0), kv_heads, dim, TILE, _GATHERED, num_warps=4,
+        table.stride(0), kv_heads, dim, PAGE_TOKENS, _GATHERED, num_warps=4,
     )  # fmt: skip
     return out
