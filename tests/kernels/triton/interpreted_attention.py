@@ -70,11 +70,22 @@ def _wide(x: Any) -> np.ndarray:
     return convert(x.data, x.dtype, tl.float32, None).view(np.float32).astype(np.float64)
 
 
+def _to_float(_: object, x: Any, wanted: Any) -> Any:
+    """Integers, which the interpreter does not round to BF16 but takes for its bits."""
+    made = x.data.astype(np.float32)
+    if wanted.scalar == tl.bfloat16:
+        made = convert(made, tl.float32, tl.bfloat16, None)
+    else:
+        assert wanted.scalar == tl.float32
+    return interpreter.TensorHandle(made, wanted.scalar)
+
+
 def prepare() -> None:
     interpreter._convert_float = convert
     builder: Any = interpreter.InterpreterBuilder
     builder.create_inline_asm = assembly
     builder.create_dot = _in_steps
+    builder.create_si_to_fp = _to_float
     torch.manual_seed(0)
 
 

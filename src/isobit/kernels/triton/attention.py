@@ -681,7 +681,7 @@ def decode_attention(
     if parts > 1:
         part_output = log_sum_exp.new_empty((batch, parts, heads, dim))
         part_max, part_sum = log_sum_exp.new_empty((2, batch, parts, heads))
-    (q, k, v), c = _as_read(build, queries, pages.keys, pages.values)
+    (q, k, v), c = as_read(build, queries, pages.keys, pages.values)
     width = triton.next_power_of_2(dim)
     _decode_kernel[(kv_heads, batch, parts)](
         q, query_scales, k, pages.key_scales, v, pages.value_scales,
@@ -730,7 +730,7 @@ def prefill_attention(
     if split:
         part_output = log_sum_exp.new_empty((tokens, heads, dim))
         part_max, part_sum = log_sum_exp.new_empty((2, tokens, heads))
-    (q, k, v), c = _as_read(build, queries, keys.keys, keys.values)
+    (q, k, v), c = as_read(build, queries, keys.keys, keys.values)
     # A launch reads what the one before it wrote: the stream keeps them in order.
     for start in range(0, max_length, PART):
         _prefill_kernel[(heads, triton.cdiv(max_count, form.queries), lengths.numel())](
@@ -768,7 +768,7 @@ def checked(
     return build.form(queries.dtype, dim)
 
 
-def _as_read(build: Build, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], float]:
+def as_read(build: Build, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], float]:
     """Q, K and V as the kernels read them, and c, which takes back what bytes are too small by."""
     c = math.log2(math.e) / tensors[0].shape[-1] ** 0.5
     if not build.is_portable or tensors[0].dtype != E4M3:
