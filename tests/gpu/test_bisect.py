@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from isobit.kernels.hopper import attend, head, linear, pointwise, sampling
-from isobit.kernels.hopper.qkv import Queries
 from isobit.kernels.triton.attention import PagedKeys
+from isobit.kernels.triton.qkv import Queries
 from isobit.kernels.triton.quantise import QuantRows
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer

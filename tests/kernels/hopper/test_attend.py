@@ -8,9 +8,9 @@ import torch
 from isobit.kernels.hopper import sizes
 from isobit.kernels.hopper.attend import Attended, HopperKvCache
 from isobit.kernels.hopper.linear import joined_rows
-from isobit.kernels.hopper.qkv import Queries
 from isobit.kernels.triton.attention import SCALES, PackedKeys
 from isobit.kernels.triton.heads import PAGE_TOKENS
+from isobit.kernels.triton.qkv import Queries
 from isobit.kernels.triton.quantise import QuantRows
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import DTYPES, E4M3, EIGHT_BITS

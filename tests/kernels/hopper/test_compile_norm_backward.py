@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from isobit.kernels.hopper import head, pointwise, qkv_backward
-from isobit.kernels.triton import device_functions
+from isobit.kernels.hopper import head, pointwise
+from isobit.kernels.triton import device_functions, qkv_backward
 from tests.kernels.hopper.ahead_of_time import compile_for_hopper
 
 TYPES = {

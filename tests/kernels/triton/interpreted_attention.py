@@ -34,7 +34,7 @@ from isobit.kernels.triton.attention import (
 from isobit.kernels.triton.heads import PAGE_TOKENS
 from isobit.precision.quant_tensor import Format
 from tests.kernels.comparison import same
-from tests.kernels.hopper.interpreted_qkv import convert
+from tests.kernels.triton.interpreted_qkv import convert
 
 HEADS, KEYS = 4, 2
 FORMATS: tuple[Format, ...] = ("e4m3", "int8", "bf16")

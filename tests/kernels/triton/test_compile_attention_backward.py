@@ -82,6 +82,7 @@ def test_prepare(dim: int, qk: str, v: str, scale: str | None) -> None:
         constants |= dict.fromkeys(("Q_SCALE", "K_SCALE", "V_SCALE"))
     else:
         types |= dict.fromkeys(("K_SCALE", "V_SCALE"), scale)
-    made = compile_portable(attention_backward._prepare_kernel, types, constants, 4, fuses=True)
+    warps = 4 if dim <= 128 else 8
+    made = compile_portable(attention_backward._prepare_kernel, types, constants, warps, fuses=True)
     assert made.wide_loads and made.wide_stores
     assert_assembles(made)

@@ -29,6 +29,11 @@ def test_more_attention_backward(tmp_path: Path) -> None:
     run_interpreted("tests.kernels.triton.interpreted_attention_backward:whole", tmp_path)
 
 
+@pytest.mark.exhaustive
+def test_qkv(tmp_path: Path) -> None:
+    run_interpreted("tests.kernels.triton.interpreted_qkv:main", tmp_path)
+
+
 def test_e4m3(tmp_path: Path) -> None:
     run_interpreted("tests.kernels.triton.interpreted_e4m3:quick", tmp_path)
 

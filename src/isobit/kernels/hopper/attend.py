@@ -25,7 +25,6 @@ import triton.language as tl
 
 from isobit.kernels.hopper.attention import decode_attention, prefill_attention
 from isobit.kernels.hopper.memory import to_device
-from isobit.kernels.hopper.qkv import Queries, encode_packed, encode_paged, gather_pages
 from isobit.kernels.hopper.sizes import page_formats
 from isobit.kernels.operands import (
     DecodeBatch,
@@ -38,6 +37,7 @@ from isobit.kernels.operands import (
 from isobit.kernels.spec.qkv import Heads
 from isobit.kernels.triton.attention import SCALES, PackedKeys, PagedKeys
 from isobit.kernels.triton.heads import PAGE_TOKENS
+from isobit.kernels.triton.qkv import Queries, encode_packed, encode_paged, gather_pages
 from isobit.precision.flow import Graph, PrecisionFlow
 from isobit.precision.quant_tensor import DTYPES, E8M0_BIAS, Format
 

@@ -56,10 +56,10 @@ from isobit.kernels.hopper.pointwise import (
     swiglu_input,
     swiglu_saved,
 )
-from isobit.kernels.hopper.qkv_backward import qkv_backward
 from isobit.kernels.hopper.sampling import draw_tokens
 from isobit.kernels.operands import DecodeBatch, KvCache, KvShape, PagedBatch
 from isobit.kernels.triton.attention import PART
+from isobit.kernels.triton.qkv_backward import qkv_backward
 from isobit.kernels.triton.quantise import publish, publish_head, quantise_rows, republish, swiglu
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import QuantTensor, ScaleKind

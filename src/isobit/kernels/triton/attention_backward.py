@@ -310,7 +310,7 @@ class Copies:
         _prepare_kernel[(heads + kv_heads, triton.cdiv(max_length, both) * 2, batch)](
             queries, query_scales, keys_read, keys.key_scales, values, keys.value_scales, output,
             log_sum_exp, d_output, starts, lengths, padded_starts, q, k, v, do, stats, k_scales,
-            padded_tokens, heads, kv_heads, dim, row, width, num_warps=4,
+            padded_tokens, heads, kv_heads, dim, row, width, num_warps=4 if row <= 128 else 8,
         )  # fmt: skip
         return cls(q, k, v, do, k_scales, stats, width, padded_starts, padded_tokens)
 
