@@ -29,13 +29,9 @@ from benchmarks.common import (
     seconds,
     write_json,
 )
-from isobit.kernels.hopper.attention import (
-    TILE,
-    PackedKeys,
-    PagedKeys,
-    decode_attention,
-    prefill_attention,
-)
+from isobit.kernels.hopper.attention import decode_attention, prefill_attention
+from isobit.kernels.triton.attention import PackedKeys, PagedKeys
+from isobit.kernels.triton.heads import PAGE_TOKENS
 from isobit.precision.quant_tensor import E4M3
 
 FORMS = {"fp8": E4M3, "bf16": torch.bfloat16}
@@ -166,13 +162,14 @@ def query_scales(form: str, *shape: int) -> torch.Tensor | None:
 
 
 def decode_row(form: str, batch: int, length: int) -> Row:
-    pages = batch * length // TILE
+    pages = batch * length // PAGE_TOKENS
     table = torch.randperm(pages, device="cuda").int().view(batch, -1)
     keys, values = (
-        random_heads(form, pages, KV_HEADS, *page) for page in ((TILE, DIM), (DIM, TILE))
+        random_heads(form, pages, KV_HEADS, *page)
+        for page in ((PAGE_TOKENS, DIM), (DIM, PAGE_TOKENS))
     )
     if form == "fp8":
-        scales = [random_bytes(pages, KV_HEADS, TILE) for _ in range(2)]
+        scales = [random_bytes(pages, KV_HEADS, PAGE_TOKENS) for _ in range(2)]
         paged = PagedKeys(keys, scales[0], values, scales[1])
     else:
         paged = PagedKeys(keys, None, values.view_as(keys), None)

@@ -16,8 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import Row, card_row, make_parser, printed, write_json
 from benchmarks.common import seconds as median_seconds
-from isobit.kernels.hopper.attention import PackedKeys, prefill_attention
+from isobit.kernels.hopper.attention import prefill_attention
 from isobit.kernels.hopper.attention_backward import attention_backward
+from isobit.kernels.triton.attention import PackedKeys
 from isobit.precision.quant_tensor import E4M3
 
 HEADS, KV_HEADS, DIM = 32, 8, 128

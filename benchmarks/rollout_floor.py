@@ -18,9 +18,10 @@ import torch
 
 from benchmarks.cases import INT8_ATTENTION, MAX_SEQUENCES, ROLLOUT_CASES, RolloutCase
 from benchmarks.common import RowWriter, measure_card, seconds, versions
-from isobit.kernels.hopper.attention import PackedKeys, prefill_attention
+from isobit.kernels.hopper.attention import prefill_attention
 from isobit.kernels.hopper.gemm import bf16_gemm_nt, fp8_gemm_nt
 from isobit.kernels.hopper.int8 import int8_gemm_nt
+from isobit.kernels.triton.attention import PackedKeys
 from isobit.kernels.triton.quantise import publish_blocks, quantise_int8, quantise_rows
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import decoder_shape

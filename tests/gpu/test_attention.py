@@ -8,15 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.kernels.hopper.attention import (
-    PART,
-    TILE,
-    PackedKeys,
-    PagedKeys,
-    decode_attention,
-    prefill_attention,
-)
+from isobit.kernels.hopper.attention import decode_attention, prefill_attention
 from isobit.kernels.spec.qkv import Heads, factors
+from isobit.kernels.triton.attention import PART, PackedKeys, PagedKeys
+from isobit.kernels.triton.heads import PAGE_TOKENS
 from isobit.precision.quant_tensor import E4M3, Format
 
 LAYOUTS = [(32, 8, 128), (16, 8, 128), (14, 2, 64), (16, 1, 64), (8, 8, 128)]
@@ -78,27 +73,27 @@ class Case:
 
     @property
     def table(self) -> torch.Tensor:
-        most = -(-max(self.lengths) // TILE)
+        most = -(-max(self.lengths) // PAGE_TOKENS)
         shuffled = torch.randperm(
             most * len(self.lengths), generator=torch.Generator().manual_seed(1)
         )
         return shuffled.view(len(self.lengths), most).int().cuda()
 
     def _page(self, packed: torch.Tensor) -> torch.Tensor:
-        """[T, G, ...] -> [page, G, TILE, ...]; E4M3 as bytes."""
+        """[T, G, ...] -> [page, G, PAGE_TOKENS, ...]; E4M3 as bytes."""
         source = packed.view(torch.uint8) if packed.dtype == E4M3 else packed
         table = self.table
         paged = torch.zeros(
             table.numel(),
             source.shape[1],
-            TILE,
+            PAGE_TOKENS,
             *source.shape[2:],
             dtype=source.dtype,
             device="cuda",
         )
         for b, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
             position = torch.arange(length, device="cuda")
-            paged[table[b, position // TILE].long(), :, position % TILE] = source[
+            paged[table[b, position // PAGE_TOKENS].long(), :, position % PAGE_TOKENS] = source[
                 start : start + length
             ]
         return paged
@@ -166,7 +161,7 @@ def test_decode_and_chunks_equal_the_training_forward(
         )
         # The launch is sized for more than there is, as under CUDA graphs.
         limit = max(positions) + 1 + choose.choice([0, 3 * PART])
-        limit = min(limit, case.table.shape[1] * TILE)
+        limit = min(limit, case.table.shape[1] * PAGE_TOKENS)
         got, got_lse = decode_attention(
             *case.queries(rows),
             case.pages,
@@ -202,7 +197,7 @@ def test_keys_before_the_window_are_not_read(form: Format) -> None:
     case = Case(form, [last], 8, 2, 128)
     rows, counts = torch.tensor([last - 1], device="cuda"), ints([last])
     clean = decode_attention(*case.queries(rows), case.pages, case.table, counts, last, window)
-    for page in case.table[0, : (last - window) // TILE].tolist():
+    for page in case.table[0, : (last - window) // PAGE_TOKENS].tolist():
         for x in (case.pages.keys, case.pages.values):
             if x.dtype == E4M3:
                 x.view(torch.uint8)[page] = 0x7F
@@ -261,7 +256,7 @@ def test_a_nan_reaches_every_query_that_sees_it(form: Format, which: str) -> Non
         values = getattr(stored, name)
         where: Any = place
         if stored is case.pages:
-            page, slot = int(case.table[0, place // TILE]), place % TILE
+            page, slot = int(case.table[0, place // PAGE_TOKENS]), place % PAGE_TOKENS
             transposed = form == "e4m3" and which == "values"
             where = (page, slice(None), *([slice(None)] if transposed else []), slot)
         if values.dtype == E4M3:
@@ -270,9 +265,9 @@ def test_a_nan_reaches_every_query_that_sees_it(form: Format, which: str) -> Non
             values[where] = torch.nan
     output, _, _ = case.prefill([(0, length)])
     # A tile's values are multiplied with a masked key's weight too: 0 NaN.
-    clean = place if which == "keys" else place // TILE * TILE
+    clean = place if which == "keys" else place // PAGE_TOKENS * PAGE_TOKENS
     assert output[:clean].isfinite().all() and output[place:].isnan().all()
-    positions = [place - TILE, place, length - 1]
+    positions = [place - PAGE_TOKENS, place, length - 1]
     for position in positions:
         rows = torch.tensor([position], device="cuda")
         got, _ = decode_attention(

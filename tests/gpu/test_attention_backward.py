@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from isobit.kernels.hopper.attention import PackedKeys, prefill_attention
+from isobit.kernels.hopper.attention import prefill_attention
 from isobit.kernels.hopper.attention_backward import attention_backward
 from isobit.kernels.spec.qkv import Heads, factors
+from isobit.kernels.triton.attention import PackedKeys
 from isobit.precision.quant_tensor import Format
 from tests.kernels.comparison import relative_error
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from isobit.kernels.hopper import attend, head, linear
-from isobit.kernels.hopper.attention import PagedKeys
-from isobit.kernels.hopper.qkv import Queries
 from isobit.kernels.triton import linear as operands
 from isobit.kernels.triton import pointwise, sampling
+from isobit.kernels.triton.attention import PagedKeys
+from isobit.kernels.triton.qkv import Queries
 from isobit.kernels.triton.quantise import QuantRows
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer

@@ -8,11 +8,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from isobit.kernels.hopper.attention import SCALES, TILE, PackedKeys, PagedKeys
-from isobit.kernels.hopper.qkv import TILINGS, Queries, encode_packed, encode_paged, gather_pages
 from isobit.kernels.operands import QkvTransform, RopeTable
 from isobit.kernels.spec.qkv import Heads, fixed_bytes, transform_qkv
 from isobit.kernels.spec.quantise import scale_of_byte
+from isobit.kernels.triton.attention import SCALES, PackedKeys, PagedKeys
+from isobit.kernels.triton.heads import PAGE_TOKENS as TILE
+from isobit.kernels.triton.qkv import TILINGS, Queries, encode_packed, encode_paged, gather_pages
 from isobit.precision.quant_tensor import DTYPES, E4M3, E8M0_BIAS, Format
 from isobit.util.errors import ConfigError
 from tests.kernels.comparison import bits, same

@@ -5,9 +5,9 @@ own rounding of them with norms.
 import pytest
 import torch
 
-from isobit.kernels.hopper.qkv_backward import HEADS, N, qkv_backward
 from isobit.kernels.operands import QkvGradients, QkvTransform, RopeTable
 from isobit.kernels.spec.qkv import qkv_backward as qkv_backward_on_cpu
+from isobit.kernels.triton.qkv_backward import HEADS, N, qkv_backward
 
 LAYOUTS = [(32, 8, 128), (14, 2, 64), (5, 5, 128), (16, 1, 64), (2 * HEADS + 2, HEADS + 1, 64)]
 POSITIONS = 5000

@@ -127,8 +127,8 @@ def test_attention_takes_in_its_backward_what_is_planned(
 ) -> None:
     """Of a sequence that is whole tiles, and of the bound on the padding of others."""
     meta_memory.without_launches(monkeypatch)
-    from isobit.kernels.hopper.attention import PackedKeys
     from isobit.kernels.hopper.attention_backward import attention_backward
+    from isobit.kernels.triton.attention import PackedKeys
 
     tokens, heads, kv_heads, dim = 1024, 8, 2, 128
 

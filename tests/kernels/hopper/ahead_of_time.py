@@ -28,6 +28,7 @@ OF_THE_DRIVER = 1024  # bytes of shared memory beside a program's own
 class Compiled:
     """One kernel."""
 
+    ttgir: str
     ptx: str
     cubin: bytes
     warps: int
@@ -127,10 +128,11 @@ def compile_ahead(
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": warps, "enable_fp_fusion": fuses, **options},
     )
-    ptx, cubin, shared = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata.shared
+    ttgir, ptx = compiled.asm["ttgir"], compiled.asm["ptx"]
+    cubin, shared = compiled.asm["cubin"], compiled.metadata.shared
     atomics = re.findall(r"\b(?:atom|red)\.[\w.:]*", ptx)
     assert all(maxima and ".max." in one for one in atomics), atomics
     assert shared <= MOST_SHARED
     registers, stack = registers_and_stack(cubin)
     assert stack <= most_stack
-    return Compiled(ptx, cubin, warps, shared, registers)
+    return Compiled(ttgir, ptx, cubin, warps, shared, registers)

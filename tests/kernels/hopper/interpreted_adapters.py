@@ -13,7 +13,7 @@ from isobit.kernels.hopper import linear as hopper
 from isobit.kernels.operands import AdapterWeight, LinearWeight
 from isobit.kernels.spec import linear as specification
 from isobit.precision.flow import Site
-from tests.kernels.hopper.interpreted_qkv import convert
+from tests.kernels.triton.interpreted_qkv import convert
 
 TOKENS = 70
 

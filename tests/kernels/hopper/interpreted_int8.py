@@ -34,7 +34,7 @@ from isobit.kernels.triton.transpose import transpose_experts, transposed_weight
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Int8Rows, ScaleKind, block_sizes
 from tests.kernels.comparison import same
-from tests.kernels.hopper.interpreted_qkv import convert
+from tests.kernels.triton.interpreted_qkv import convert
 
 SITE = Site("qkv_proj", "linear", "int8", dgrad="e4m3", wgrad="e4m3")
 

@@ -17,8 +17,8 @@ from isobit.kernels.triton.quantise import publish
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Int8Parts, Int8Rows, block_sizes
 from tests.kernels.comparison import bits
-from tests.kernels.hopper.interpreted_qkv import convert
 from tests.kernels.int8_backward import assert_same_parts, check_experts, gradients
+from tests.kernels.triton.interpreted_qkv import convert
 
 
 def in_whole_blocks(weight: Int8Parts) -> Int8Parts:

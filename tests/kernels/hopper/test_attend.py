@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from isobit.kernels.hopper import sizes
-from isobit.kernels.hopper.attend import PAGE_TOKENS, Attended, HopperKvCache
-from isobit.kernels.hopper.attention import SCALES, PackedKeys
-from isobit.kernels.hopper.qkv import Queries
+from isobit.kernels.hopper.attend import Attended, HopperKvCache
+from isobit.kernels.triton.attention import SCALES, PackedKeys
+from isobit.kernels.triton.heads import PAGE_TOKENS
 from isobit.kernels.triton.linear import joined_rows
+from isobit.kernels.triton.qkv import Queries
 from isobit.kernels.triton.quantise import QuantRows
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import DTYPES, E4M3, EIGHT_BITS

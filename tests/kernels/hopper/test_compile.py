@@ -3,8 +3,11 @@
 from typing import Any
 
 import pytest
+import torch
 
-from isobit.kernels.hopper import attention
+from isobit.kernels.hopper.attention import form
+from isobit.kernels.triton import attention
+from isobit.kernels.triton.heads import PAGE_TOKENS
 from tests.kernels.hopper.ahead_of_time import E4M3, compile_for_hopper
 
 TYPES = {
@@ -15,10 +18,12 @@ TYPES = {
     "c": "fp32",
 }
 FORMS = {
-    "fp8": (attention.FP8, {}, {"e4m3", "f16"}),
-    "int8": (attention.INT8, {}, {"s8", "f16"}),
-    "bf16": (attention.BF16, dict.fromkeys(("Q_SCALE", "K_SCALE", "V_SCALE")), {"bf16"}),
-}
+    "fp8": (form(torch.float8_e4m3fn, 128), {}, {"e4m3", "f16"}),
+    "int8": (form(torch.int8, 128), {}, {"s8", "f16"}),
+    "bf16": (
+        form(torch.bfloat16, 128), dict.fromkeys(("Q_SCALE", "K_SCALE", "V_SCALE")), {"bf16"}
+    ),
+}  # fmt: skip
 """Each with the tensors that it lacks, and with what it multiplies."""
 VARIANTS = [(64, True, 0), (128, False, 0), (128, True, 0), (128, True, 4096)]
 """Size of a head, more than one part, window.  With several parts a kernel is that of one part, and
@@ -36,8 +41,11 @@ def types(name: str, paged: bool) -> dict[str, str]:
     return TYPES | made | dict.fromkeys(("K_SCALE", "V_SCALE"), scale)
 
 
-def shape(dim: int, **more: Any) -> dict[str, Any]:
-    return {"H": 32, "G": 8, "D": dim, "PART": attention.PART, **more}
+def shape(name: str, dim: int, **more: Any) -> dict[str, Any]:
+    return {
+        "H": 32, "G": 8, "D": dim, "WIDTH": dim, "PART": attention.PART, "SCALED": name != "bf16",
+        **more,
+    }  # fmt: skip
 
 
 @pytest.mark.few(1)
@@ -46,8 +54,8 @@ def shape(dim: int, **more: Any) -> dict[str, Any]:
 def test_decode(name: str, dim: int, split: bool, window: int) -> None:
     form, absent, products = FORMS[name]
     constants = shape(
-        dim, PAGE=attention.TILE, TILE=form.tile, N=16, STAGES=form.decode_stages, SPLIT=split,
-        SCALED=form.scaled, WINDOW=window,
+        name, dim, PAGE=PAGE_TOKENS, TILE=form.tile, N=16, STAGES=form.decode_stages, SPLIT=split,
+        SEALS=False, WINDOW=window,
     )  # fmt: skip
     made = compile_for_hopper(
         attention._decode_kernel, types(name, paged=True), constants | absent, 4,
@@ -56,7 +64,7 @@ def test_decode(name: str, dim: int, split: bool, window: int) -> None:
         most_stack={"fp8": 16, "int8": 24, "bf16": 0}[name] if dim == 128 else 0,
     )  # fmt: skip
     assert made.products == products
-    assert made.programs >= (4 if form.scaled else 2)
+    assert made.programs >= (2 if name == "bf16" else 4)
 
 
 @pytest.mark.parametrize(("dim", "split", "window"), VARIANTS)
@@ -64,8 +72,8 @@ def test_decode(name: str, dim: int, split: bool, window: int) -> None:
 def test_prefill(name: str, dim: int, split: bool, window: int) -> None:
     form, absent, products = FORMS[name]
     constants = shape(
-        dim, TILE=form.tile, NQ=form.queries, STAGES=form.prefill_stages, SPLIT=split,
-        SCALED=form.scaled, WINDOW=window,
+        name, dim, TILE=form.tile, NQ=form.queries, STAGES=form.prefill_stages, SPLIT=split,
+        WINDOW=window,
     )  # fmt: skip
     made = compile_for_hopper(
         attention._prefill_kernel, types(name, paged=False), constants | absent,
@@ -79,5 +87,5 @@ def test_prefill(name: str, dim: int, split: bool, window: int) -> None:
 
 
 def test_join() -> None:
-    constants = {"H": 32, "D": 128, "PART": attention.PART, "WINDOW": 0}
+    constants = {"H": 32, "D": 128, "WIDTH": 128, "PART": attention.PART, "WINDOW": 0}
     compile_for_hopper(attention._join_kernel, TYPES, constants, 1)

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from isobit.kernels.hopper import qkv_backward
-from isobit.kernels.triton import device_functions, head, pointwise
+from isobit.kernels.triton import device_functions, head, pointwise, qkv_backward
 from tests.kernels.hopper.ahead_of_time import compile_for_hopper
 
 TYPES = {

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
-from isobit.kernels.hopper import attend, qkv
+from isobit.kernels.hopper import attend
+from isobit.kernels.triton import qkv
+from isobit.kernels.triton.heads import PAGE_TOKENS
 from tests.kernels.hopper.ahead_of_time import E4M3, compile_for_hopper
 
 TYPES = {
@@ -68,7 +70,7 @@ def test_encode(
     absent: tuple[str, ...], dim: int, format: str, paged: bool, tiling: qkv.Tiling
 ) -> None:
     constants: dict[str, Any] = {
-        "H": 32, "G": 8, "D": dim, "TILE": qkv.TILE, "N": tiling.tokens, "HEADS": tiling.heads,
+        "H": 32, "G": 8, "D": dim, "TILE": PAGE_TOKENS, "N": tiling.tokens, "HEADS": tiling.heads,
         "HADAMARD": format != "bf16", "FORMAT": format,
     }  # fmt: skip
     constants |= dict.fromkeys(("Q_SCALE", "K_SCALE", "V_SCALE")) if format == "bf16" else {}
@@ -87,7 +89,7 @@ def test_encode(
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("format", ["bf16", "e4m3", "int8"])
 def test_gather(dim: int, format: str) -> None:
-    constants: dict[str, Any] = {"G": 8, "D": dim, "TILE": qkv.TILE, "N": qkv._GATHERED}
+    constants: dict[str, Any] = {"G": 8, "D": dim, "TILE": PAGE_TOKENS, "N": qkv._GATHERED}
     constants |= dict.fromkeys(SCALES) if format == "bf16" else {}
     paged, packed = value_types(format, True), value_types(format, False)
     types = TYPES | paged | {"K_OUT": packed["K"], "V_OUT": packed["V"]}

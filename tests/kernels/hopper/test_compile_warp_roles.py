@@ -6,6 +6,7 @@ import pytest
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from isobit.kernels.hopper import attention_backward, linear
+from isobit.kernels.triton import attention_backward as portable
 from tests.kernels.hopper.ahead_of_time import E4M3, Compiled, compile_for_hopper
 
 TYPES = {
@@ -89,13 +90,15 @@ def test_queries(dim: int, window: int, int8: bool) -> None:
 )
 def test_prepare(dim: int, qk: str, v: str, scale: str | None) -> None:
     types = TYPES | {"Q": qk, "K": qk, "V": v}
-    constants: dict[str, Any] = {"H": 32, "G": 8, "D": dim, "WIDTH": WIDTH[qk == "*i8"]}
+    constants: dict[str, Any] = {
+        "H": 32, "G": 8, "D": dim, "ROW": dim, "WIDTH": WIDTH[qk == "*i8"]
+    }  # fmt: skip
     constants |= {} if qk == "*i8" else {"K_SCALE_OUT": None}
     if scale is None:
         constants |= dict.fromkeys(("Q_SCALE", "K_SCALE", "V_SCALE"))
     else:
         types |= dict.fromkeys(("K_SCALE", "V_SCALE"), scale)
-    made = compile_for_hopper(attention_backward._prepare_kernel, types, constants, 4, fuses=True)
+    made = compile_for_hopper(portable._prepare_kernel, types, constants, 4, fuses=True)
     assert made.wide_loads and made.wide_stores
 
 

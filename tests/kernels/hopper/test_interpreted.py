@@ -10,7 +10,7 @@ from tests.kernels.hopper.interpreted import run_interpreted
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "what",
-    ["adapters", "attention", "checksum", "dispatch", "int8", "int8_backward", "optimiser", "qkv"],
+    ["adapters", "checksum", "dispatch", "int8", "int8_backward", "optimiser"],
 )
 def test_in_the_interpreter(what: str, tmp_path: Path) -> None:
     run_interpreted(f"tests.kernels.hopper.interpreted_{what}:main", tmp_path)

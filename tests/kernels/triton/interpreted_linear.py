@@ -17,7 +17,7 @@ from isobit.precision.quant_tensor import Int8Rows
 from tests.int8_products import EXPECTED, digests
 from tests.kernels.hopper.interpreted_int8 import _dot4
 from tests.kernels.hopper.interpreted_int8_backward import check
-from tests.kernels.hopper.interpreted_qkv import convert
+from tests.kernels.triton.interpreted_qkv import convert
 
 
 def no_experts(*_: object) -> torch.Tensor:

@@ -11,6 +11,29 @@ def test_some_products(tmp_path: Path) -> None:
     run_interpreted("tests.kernels.triton.interpreted_linear:quick", tmp_path)
 
 
+def test_attention(tmp_path: Path) -> None:
+    run_interpreted("tests.kernels.triton.interpreted_attention:quick", tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_more_attention(tmp_path: Path) -> None:
+    run_interpreted("tests.kernels.triton.interpreted_attention:whole", tmp_path)
+
+
+def test_attention_backward(tmp_path: Path) -> None:
+    run_interpreted("tests.kernels.triton.interpreted_attention_backward:quick", tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_more_attention_backward(tmp_path: Path) -> None:
+    run_interpreted("tests.kernels.triton.interpreted_attention_backward:whole", tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_qkv(tmp_path: Path) -> None:
+    run_interpreted("tests.kernels.triton.interpreted_qkv:main", tmp_path)
+
+
 def test_e4m3(tmp_path: Path) -> None:
     run_interpreted("tests.kernels.triton.interpreted_e4m3:quick", tmp_path)
 

@@ -1,7 +1,7 @@
 """Attention of rollout and training on Hopper, and the paged KV cache.
 
 The cache has an arena for each format, in pages of 128 tokens laid out as
-``isobit.kernels.hopper.attention`` reads them.  A layer's ``PagedKeys`` are views of it, so that
+``isobit.kernels.triton.attention`` reads them.  A layer's ``PagedKeys`` are views of it, so that
 one launch a tensor copies pages in all layers:
 
     e4m3    values [2 (K, V), layer, page, KV head * 128 * D] and scale bytes [2, layer, page, KV
@@ -23,17 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.attention import (
-    SCALES,
-    PackedKeys,
-    PagedKeys,
-    decode_attention,
-    prefill_attention,
-)
+from isobit.kernels.hopper.attention import decode_attention, prefill_attention
 from isobit.kernels.hopper.memory import to_device
-from isobit.kernels.hopper.qkv import Queries, encode_packed, encode_paged, gather_pages
 from isobit.kernels.hopper.sizes import page_formats
-from isobit.kernels.hopper.sizes import page_tokens as PAGE_TOKENS
 from isobit.kernels.operands import (
     DecodeBatch,
     KvShape,
@@ -43,6 +35,9 @@ from isobit.kernels.operands import (
     observe_heads,
 )
 from isobit.kernels.spec.qkv import Heads
+from isobit.kernels.triton.attention import SCALES, PackedKeys, PagedKeys
+from isobit.kernels.triton.heads import PAGE_TOKENS
+from isobit.kernels.triton.qkv import Queries, encode_packed, encode_paged, gather_pages
 from isobit.precision.flow import Graph, PrecisionFlow
 from isobit.precision.quant_tensor import DTYPES, E8M0_BIAS, Format
 

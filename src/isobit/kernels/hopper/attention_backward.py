@@ -1,28 +1,9 @@
 """The backward of causal attention on Hopper: two kernels without atomics, which repeat their bits.
 
-Q, K and V are the dequantised values (E4M3 times a power of two is exact in BF16), the output O and
-the base-2 log-sum-exp L those of the forward.  With c = log2(e) / sqrt(D):
-
-    P  = 2^(c Q K^T - L)          delta = rowsum(dO * O)
-    dS = P * (dO V^T - delta)     dV = P^T dO     dK = dS^T Q / sqrt(D)     dQ = dS K / sqrt(D)
-
-Products are of BF16 numbers, summed in FP32; P and dS are rounded to BF16 as operands.  The keys'
-kernel owns keys and walks the queries that see them, through all query heads of the KV head in
-order; the queries' kernel owns queries and walks the keys that they see.  So every sum has one
-order, which depends on the sequence alone, at the price of 7 products instead of the 5 of a kernel
-that adds dQ up with atomics.
-
-In INT8 the operands Q and K are the integers, so that the scores are the forward's, to which L
-belongs.  FP32 scales multiply Q K^T by row and by column, and dS before it is rounded.  V times its
-scale is rounded to BF16.
-
-With a sliding window w, w queries see a key, from its own position on, and neither kernel walks
-further.  A tile that the window's edge cuts may be wholly masked for one warpgroup: P = 0 there.
-
-Tiles count from the sequence's start.  So that the copy engine reads whole tiles, a first kernel
-copies Q, K, V and dO in BF16 to [head, padded token, D], where sequences begin at multiples of
-BLOCK rows and the padding is zeros (with a log-sum-exp of +inf, hence P = 0): 2 (2H + 2G) D bytes a
-token during the call.  A NaN reaches no other sequence.
+What they compute, over which copies and in which order of heads, is that of
+``isobit.kernels.triton.attention_backward``, and a first kernel, which makes the copies, is its
+own: so the copy engine reads whole tiles.  The queries' kernel walks keys from the diagonal down.
+A tile that a window's edge cuts may be wholly masked for one warpgroup: P = 0 there.
 
 A program is two warpgroups that compute GROUP rows each, and one warp that copies tiles into a ring
 of buffers: `full` signals that a tile has arrived, `empty` that both groups have read it.  Roles
@@ -43,7 +24,6 @@ import math
 
 import torch
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -56,78 +36,14 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from isobit.kernels.hopper.attention import PackedKeys, _check_shape, _factor, _form
+from isobit.kernels.hopper.attention import HOPPER
+from isobit.kernels.triton.attention import PackedKeys
+from isobit.kernels.triton.attention_backward import BLOCK, GROUP, Copies
 
-GROUP = gl.constexpr(64)  # rows of a warpgroup
-BLOCK = gl.constexpr(128)  # rows of a program, and keys that the queries' kernel takes at once
+# GROUP rows are a warpgroup's; BLOCK are a program's, and keys that the queries' kernel takes.
 KEY_STAGES, QUERY_STAGES = 3, 2  # buffers of each kernel
 SWIZZLED = gl.NVMMASharedLayout(128, 16, rank=2)  # BF16 tiles, as the tensor cores read them
 FLAT = gl.NVMMASharedLayout(0, 32, rank=1)  # FP32 vectors
-
-
-@triton.jit
-def _prepare_kernel(
-    Q, Q_SCALE, K, K_SCALE, V, V_SCALE, O, LSE, DO, START, LENGTH, PADDED_START, Q_OUT, K_OUT,
-    V_OUT, DO_OUT, STATS, K_SCALE_OUT, padded_tokens,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """One program GROUP tokens of one head of Q, or of K and V: padded copies in BF16 [head, padded
-    token, D], and the queries' log-sum-exp and delta.  Padding up to the next multiple of BLOCK
-    rows is written too: zeros, by the masks' ``other``.  With K_SCALE_OUT [KV head, padded token]
-    the copies of Q and K are integers, and Q's scales are the third of the WIDTH / GROUP stats.
-    """
-    head = tl.program_id(0)
-    first = tl.program_id(1) * GROUP
-    b = tl.program_id(2)
-    length = tl.load(LENGTH + b)
-    if first >= tl.cdiv(length, BLOCK) * BLOCK:
-        return
-    token = first + tl.arange(0, GROUP)
-    inside = token < length
-    d = tl.arange(0, D)
-    row = tl.load(START + b).to(tl.int64) + token
-    padded_row = tl.load(PADDED_START + b).to(tl.int64) + token
-    if head < H:
-        # ``at`` is the row in [T, H], ``to`` the row in [H, padded token].
-        at = row * H + head
-        to = head * padded_tokens.to(tl.int64) + padded_row
-        wide = at[:, None] * D + d[None, :]
-        q = tl.load(Q + wide, mask=inside[:, None], other=0.0)
-        if Q_SCALE is not None:
-            q_scale = tl.load(Q_SCALE + at, mask=inside, other=0.0)
-            if K_SCALE_OUT is None:
-                q = (q.to(tl.float32) * q_scale[:, None]).to(tl.bfloat16)
-            else:
-                q = q.to(tl.bfloat16)
-        tl.store(Q_OUT + to[:, None] * D + d[None, :], q)
-        d_output = tl.load(DO + wide, mask=inside[:, None], other=0.0)
-        tl.store(DO_OUT + to[:, None] * D + d[None, :], d_output)
-        output = tl.load(O + wide, mask=inside[:, None], other=0.0)
-        delta = tl.sum(d_output.to(tl.float32) * output.to(tl.float32), 1)
-        lse = tl.load(LSE + at, mask=inside, other=float("inf"))
-        # Of each GROUP rows first the log-sum-exps, then the deltas: WIDTH numbers, one copy.
-        stats = STATS + to // GROUP * WIDTH + to % GROUP
-        tl.store(stats, lse)
-        tl.store(stats + GROUP, delta)
-        if K_SCALE_OUT is not None:
-            tl.store(stats + 2 * GROUP, q_scale)
-    else:
-        at = row * G + head - H
-        to = (head - H) * padded_tokens.to(tl.int64) + padded_row
-        wide = at[:, None] * D + d[None, :]
-        k = tl.load(K + wide, mask=inside[:, None], other=0.0)
-        v = tl.load(V + wide, mask=inside[:, None], other=0.0)
-        if K_SCALE is not None:
-            k_scale = _factor(tl.load(K_SCALE + at, mask=inside, other=0))
-            v_scale = _factor(tl.load(V_SCALE + at, mask=inside, other=0))[:, None]
-            if K_SCALE_OUT is None:
-                k = (k.to(tl.float32) * k_scale[:, None]).to(tl.bfloat16)
-            else:
-                k = k.to(tl.bfloat16)
-                tl.store(K_SCALE_OUT + to, k_scale)
-            v = (v.to(tl.float32) * v_scale).to(tl.bfloat16)
-        tl.store(K_OUT + to[:, None] * D + d[None, :], k)
-        tl.store(V_OUT + to[:, None] * D + d[None, :], v)
 
 
 @gluon.jit
@@ -559,30 +475,16 @@ def attention_backward(
     ValueError for shapes and formats that attention on Hopper does not take, and for tensors that
     are not contiguous.
     """
-    tokens, heads, dim = queries.shape
-    kv_heads, device = keys.keys.shape[1], queries.device
-    _form(queries, query_scales, keys)
-    _check_shape(heads, kv_heads, dim)
-    encoded = queries, query_scales, keys.keys, keys.key_scales, keys.values, keys.value_scales
-    if not all(x is None or x.is_contiguous() for x in (*encoded, output, log_sum_exp, d_output)):
-        raise ValueError("the backward of attention takes contiguous tensors")
-    # Every sequence on whole blocks.  The rows are a bound: the host does not know the lengths.
-    rows, both, batch = GROUP.value, BLOCK.value, lengths.numel()
-    padded = (lengths + (both - 1)) // both * both
-    padded_tokens = triton.cdiv(tokens + batch * (both - 1), both) * both
-    places = starts, lengths, (padded.cumsum(0) - padded).int(), padded_tokens
-    blocks = triton.cdiv(max_length, both)
-    q, do = torch.empty((2, heads * padded_tokens, dim), dtype=torch.bfloat16, device=device)
-    k, v = torch.empty((2, kv_heads * padded_tokens, dim), dtype=torch.bfloat16, device=device)
-    # INT8: the copies of Q and K are integers, and their scales FP32.
-    k_scales, width = None, both
-    if queries.dtype == torch.int8:
-        k_scales, width = log_sum_exp.new_empty(kv_heads * padded_tokens), 2 * both
-    stats = log_sum_exp.new_empty(heads * padded_tokens // rows * width)
-    _prepare_kernel[(heads + kv_heads, blocks * 2, batch)](
-        *encoded, output, log_sum_exp, d_output, *places[:3], q, k, v, do, stats, k_scales,
-        padded_tokens, heads, kv_heads, dim, width, num_warps=4,
+    (tokens, heads, dim), kv_heads = queries.shape, keys.keys.shape[1]
+    made = Copies.of(
+        queries, query_scales, keys, output, log_sum_exp, d_output, starts, lengths, max_length,
+        HOPPER,
     )  # fmt: skip
+    rows, both, width, batch = GROUP.value, BLOCK.value, made.width, lengths.numel()
+    q, k, v, do, stats = made.queries, made.keys, made.values, made.d_output, made.stats
+    k_scales, device = made.key_scales, queries.device
+    places = starts, lengths, made.padded_starts, made.padded_tokens
+    blocks = triton.cdiv(max_length, both)
     dq = torch.empty((tokens, heads, dim), dtype=torch.bfloat16, device=device)
     dk, dv = torch.empty((2, tokens, kv_heads, dim), dtype=torch.bfloat16, device=device)
     # The copy engine reads the rows of a warpgroup at once, of the queries' kernel's keys of both.

@@ -12,7 +12,6 @@ from isobit.kernels.hopper.attend import (
     PackedAttention,
     PagedAttention,
 )
-from isobit.kernels.hopper.attention import PART
 from isobit.kernels.hopper.experts import (
     experts,
     experts_backward,
@@ -43,8 +42,8 @@ from isobit.kernels.hopper.memory import (
     to_device,
 )
 from isobit.kernels.hopper.optimiser import adamw_step, add_in_order, checksum, gradient_squares
-from isobit.kernels.hopper.qkv_backward import qkv_backward
 from isobit.kernels.operands import DecodeBatch, KvCache, KvShape, PagedBatch
+from isobit.kernels.triton.attention import PART
 from isobit.kernels.triton.head import log_softmax, scalar_head, scalar_head_backward
 from isobit.kernels.triton.linear import joined_rows, linear_input, output_gradient
 from isobit.kernels.triton.pointwise import (
@@ -55,6 +54,7 @@ from isobit.kernels.triton.pointwise import (
     swiglu_input,
     swiglu_saved,
 )
+from isobit.kernels.triton.qkv_backward import qkv_backward
 from isobit.kernels.triton.quantise import publish, publish_head, quantise_rows, republish, swiglu
 from isobit.kernels.triton.sampling import draw_tokens
 from isobit.precision.flow import PrecisionFlow

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 
 from isobit.kernels.operands import LOGITS_CHUNK, KvShape, kv_formats
 from isobit.kernels.sizes import AttentionShape, ExpertBytes, ExpertsShape, WorkShape
+from isobit.kernels.triton.heads import PAGE_TOKENS
 from isobit.precision.flow import PrecisionFlow, Site
 from isobit.precision.quant_tensor import (
     BLOCK,
@@ -31,7 +32,7 @@ from isobit.precision.quant_tensor import (
 )
 from isobit.util.errors import ConfigError
 
-page_tokens = 128
+page_tokens = PAGE_TOKENS
 batched_tokens = 16384
 logits_at_once = 1 << 26
 

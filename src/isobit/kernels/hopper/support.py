@@ -7,6 +7,7 @@ import torch
 
 from isobit.kernels.backend import ModelNeeds
 from isobit.kernels.hopper import sizes as sizes  # noqa: PLC0414 (said to be part of this module)
+from isobit.kernels.triton.heads import heads_problem
 from isobit.precision.flow import LinearShape
 
 has_own_memory = True
@@ -19,7 +20,6 @@ remedy = (
 
 _HOPPER = 9
 HEAD_SIZES = (64, 128)
-MOST_QUERY_HEADS = 16  # of one KV head
 K_MULTIPLE, N_MULTIPLE = 16, 8
 """Divisors of an FP8 linear's sizes: the copy engine reads rows of whole 16 bytes."""
 
@@ -79,7 +79,7 @@ def model_problem(needs: ModelNeeds) -> str | None:
         for linear in needs.linears:
             if (why_not := linear_problem(linear)) is not None:
                 return why_not
-    return heads_problem(needs.num_heads, needs.num_kv_heads, needs.head_dim)
+    return heads_problem(needs.num_heads, needs.num_kv_heads, needs.head_dim, HEAD_SIZES)
 
 
 def linear_problem(linear: LinearShape) -> str | None:
@@ -91,16 +91,3 @@ def linear_problem(linear: LinearShape) -> str | None:
                 f"multiples of {N_MULTIPLE} and inputs in multiples of {K_MULTIPLE}"
             )
     return None
-
-
-def heads_problem(heads: int, kv_heads: int, head_dim: int) -> str | None:
-    """Why attention does not take so many query and KV heads of that size, or None."""
-    repeat, rest = divmod(heads, kv_heads)
-    sizes_known = " and ".join(map(str, HEAD_SIZES))
-    if head_dim in HEAD_SIZES and not rest and repeat <= MOST_QUERY_HEADS:
-        return None
-    return (
-        f"the model has {heads} query heads of {head_dim} over {kv_heads} KV heads, and attention "
-        f"on the GPU takes head sizes {sizes_known} and 1 to {MOST_QUERY_HEADS} query heads a KV "
-        "head; the CPU takes every even head size up to 256"
-    )

@@ -71,7 +71,7 @@ def _pairs(x, APART: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr):
 @triton.jit
 def hadamard(x1, x2, N: tl.constexpr, HALF: tl.constexpr):
     """The halves of N vectors, FP32 [N, HALF] -> those of H x."""
-    for level in tl.static_range(6 if HALF == 64 else 5):
+    for level in tl.static_range(7 if HALF == 128 else 6 if HALF == 64 else 5):
         x1 = _pairs(x1, 1 << level, N, HALF)
         x2 = _pairs(x2, 1 << level, N, HALF)
     return x1 + x2, x1 - x2

@@ -1,4 +1,4 @@
-"""The backward of ``isobit.kernels.hopper.qkv``, from attention's gradients to the qkv GEMM's, in
+"""The backward of ``isobit.kernels.triton.qkv``, from attention's gradients to the qkv GEMM's, in
 one kernel.
 
     y = H y                                                 Q and K in 8 bits, in FP32; dQ / D
@@ -24,9 +24,9 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.qkv import _load, _sum_of_squares
 from isobit.kernels.operands import QkvGradients, QkvTransform
 from isobit.kernels.triton.device_functions import add_block_sums, hadamard
+from isobit.kernels.triton.qkv import _load, _sum_of_squares
 
 N = 32  # tokens of a program
 HEADS = 8  # heads of a program

@@ -13,17 +13,18 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from isobit.kernels.hopper.attention import SCALES, TILE, PagedKeys
-from isobit.kernels.hopper.qkv import encode_packed, encode_paged, gather_pages
-from isobit.kernels.hopper.qkv_backward import qkv_backward
 from isobit.kernels.operands import QkvGradients, QkvTransform, RopeTable
 from isobit.kernels.spec import qkv as specification
 from isobit.kernels.spec.qkv import Heads, factors
 from isobit.kernels.spec.quantise import hadamard as exact_hadamard
+from isobit.kernels.triton.attention import SCALES, PagedKeys
 from isobit.kernels.triton.device_functions import hadamard
+from isobit.kernels.triton.heads import PAGE_TOKENS
+from isobit.kernels.triton.qkv import encode_packed, encode_paged, gather_pages
+from isobit.kernels.triton.qkv_backward import qkv_backward
 from isobit.precision.quant_tensor import DTYPES, E4M3, Format
 
-LAYOUTS = [(3, 1, 64), (2, 1, 128)]
+LAYOUTS = [(3, 1, 64), (2, 1, 128), (2, 1, 256)]
 TOKENS, POSITIONS = 7, 50
 FORMATS = {
     tl.float32: (torch.float32, torch.int32),
@@ -67,7 +68,7 @@ def _hadamard_kernel(x, y, count: tl.constexpr, half: tl.constexpr):
 
 
 def check_hadamard() -> None:
-    for half in (32, 64):
+    for half in (32, 64, 128):
         x = torch.randn(8, 2 * half) * torch.exp(5 * torch.randn(8, 2 * half))
         x[3, 7], x[4, 9] = torch.nan, torch.inf
         y = torch.empty_like(x)
@@ -77,7 +78,9 @@ def check_hadamard() -> None:
         assert torch.equal(y.nan_to_num(), expected.nan_to_num())
 
 
-def check_forward(layout: tuple[int, int, int], format: Format, bad: float | None = None) -> None:
+def check_forward(
+    layout: tuple[int, int, int], format: Format, bad: float | None = None, as_bytes: bool = False
+) -> None:
     """Packed, and in pages that are gathered again; perhaps with vectors that are not finite."""
     transform, (heads, keys, dim) = make(layout, format), layout
     qkv = random_vectors(TOKENS, heads + 2 * keys, dim)
@@ -87,7 +90,7 @@ def check_forward(layout: tuple[int, int, int], format: Format, bad: float | Non
     positions = torch.randint(0, POSITIONS, (TOKENS,))
     rows = RopeTable(transform.cos, transform.sin).rows(positions)
     made = specification.transform_qkv(0, qkv, transform, rows)
-    queries, packed = encode_packed(qkv, transform, positions, format)
+    queries, packed = encode_packed(qkv, transform, positions, format, as_bytes)
     if format == "bf16":
         found = queries.values, packed.keys, packed.values
         assert all(map(torch.equal, found, made))
@@ -105,20 +108,20 @@ def check_forward(layout: tuple[int, int, int], format: Format, bad: float | Non
     assert torch.equal(ours.isnan(), scales.isnan()) and scales.isnan().any() == (bad is not None)
     assert torch.equal(ours.nan_to_num(), scales.nan_to_num())
 
-    values = torch.zeros(2, 2, keys, TILE * dim, dtype=torch.uint8).unbind()
+    values = torch.zeros(2, 2, keys, PAGE_TOKENS * dim, dtype=torch.uint8).unbind()
     pages = PagedKeys(
-        values[0].view(2, keys, TILE, dim).view(DTYPES[format]),
-        torch.zeros(2, keys, TILE, dtype=SCALES[DTYPES[format]]),
-        values[1].view(2, keys, dim, TILE).view(DTYPES[format]),
-        torch.zeros(2, keys, TILE, dtype=SCALES[DTYPES[format]]),
+        values[0].view(2, keys, PAGE_TOKENS, dim).view(DTYPES[format]),
+        torch.zeros(2, keys, PAGE_TOKENS, dtype=SCALES[DTYPES[format]]),
+        values[1].view(2, keys, dim, PAGE_TOKENS).view(DTYPES[format]),
+        torch.zeros(2, keys, PAGE_TOKENS, dtype=SCALES[DTYPES[format]]),
     )
-    slots = torch.arange(TOKENS) + TILE - 3  # across the end of a page
-    again = encode_paged(qkv, transform, positions, slots, pages)
+    slots = torch.arange(TOKENS) + PAGE_TOKENS - 3  # across the end of a page
+    again = encode_paged(qkv, transform, positions, slots, pages, as_bytes)
     assert torch.equal(again.values.view(torch.uint8), queries.values.view(torch.uint8))
-    length = torch.tensor([TILE - 3 + TOKENS], dtype=torch.int32)
+    length = torch.tensor([PAGE_TOKENS - 3 + TOKENS], dtype=torch.int32)
     table = torch.tensor([[0, 1]], dtype=torch.int32)
     total = int(length)
-    got = gather_pages(pages, table, torch.zeros_like(length), length, total, total)
+    got = gather_pages(pages, table, torch.zeros_like(length), length, total, total, as_bytes)
     for one, other in (
         (got.keys, packed.keys),
         (got.values, packed.values),
@@ -132,9 +135,9 @@ def check_forward(layout: tuple[int, int, int], format: Format, bad: float | Non
         assert torch.equal(one[-TOKENS:].view(torch.uint8), other.view(torch.uint8))
 
 
-def check_tensor_scales(layout: tuple[int, int, int]) -> None:
+def check_tensor_scales(layout: tuple[int, int, int], as_bytes: bool) -> None:
     """Given scales, of which one is 0, and the maxima of packed vectors, of pages, and in BF16."""
-    (heads, keys, dim), slots = layout, torch.arange(TOKENS) + TILE - 3
+    (heads, keys, dim), slots = layout, torch.arange(TOKENS) + PAGE_TOKENS - 3
     slots[5] = -1
     given = torch.tensor([124, 0, 126], dtype=torch.uint8)
     transform = replace(make(layout, "e4m3"), scale_bytes=given)
@@ -152,7 +155,7 @@ def check_tensor_scales(layout: tuple[int, int, int]) -> None:
     ]
     assert any((one.values.view(torch.uint8) & 0x7F == 0x7E).sum() > 1 for one in expected)
     ours = replace(transform, maxima=torch.zeros(3))
-    queries, packed = encode_packed(qkv, ours, positions, "e4m3")
+    queries, packed = encode_packed(qkv, ours, positions, "e4m3", as_bytes)
     found = (queries.values, packed.keys, packed.values.to(E4M3))
     for one, other in zip(found, expected, strict=True):
         finite = other.scales < 255  # the sign of a NaN is the interpreter's own
@@ -167,20 +170,20 @@ def check_tensor_scales(layout: tuple[int, int, int]) -> None:
     assert torch.equal(ours.maxima, exact.maxima) and exact.maxima.isfinite().all()
 
     plain = replace(transform, hadamard=False, maxima=torch.zeros(3))
-    encode_packed(qkv, plain, positions, "bf16")
+    encode_packed(qkv, plain, positions, "bf16", as_bytes)
     assert torch.equal(plain.maxima, exact.maxima)
 
-    values = torch.zeros(2, 2, keys, TILE * dim, dtype=torch.uint8).unbind()
+    values = torch.zeros(2, 2, keys, PAGE_TOKENS * dim, dtype=torch.uint8).unbind()
     pages = PagedKeys(
-        values[0].view(2, keys, TILE, dim).view(E4M3),
-        torch.zeros(2, keys, TILE, dtype=torch.uint8),
-        values[1].view(2, keys, dim, TILE).view(E4M3),
-        torch.zeros(2, keys, TILE, dtype=torch.uint8),
+        values[0].view(2, keys, PAGE_TOKENS, dim).view(E4M3),
+        torch.zeros(2, keys, PAGE_TOKENS, dtype=torch.uint8),
+        values[1].view(2, keys, dim, PAGE_TOKENS).view(E4M3),
+        torch.zeros(2, keys, PAGE_TOKENS, dtype=torch.uint8),
     )
     in_pages = replace(transform, maxima=torch.zeros(3))
-    again = encode_paged(qkv, in_pages, positions, slots, pages)
+    again = encode_paged(qkv, in_pages, positions, slots, pages, as_bytes)
     assert torch.equal(again.values.view(torch.uint8), queries.values.view(torch.uint8))
-    page, offset = slots[slots >= 0] // TILE, slots[slots >= 0] % TILE
+    page, offset = slots[slots >= 0] // PAGE_TOKENS, slots[slots >= 0] % PAGE_TOKENS
     k, v = (x.view(torch.uint8) for x in (pages.keys, pages.values))
     assert torch.equal(k[page, :, offset], packed.keys.view(torch.uint8)[slots >= 0])
     theirs = expected[2].values.view(torch.uint8)[slots >= 0]
@@ -214,6 +217,8 @@ def main() -> None:
         for format in ("bf16", "e4m3", "int8"):
             check_forward(layout, format)
             check_backward(layout, format)
-        check_tensor_scales(layout)
+        check_forward(layout, "e4m3", as_bytes=True)
+        for as_bytes in (False, True):
+            check_tensor_scales(layout, as_bytes)
         for bad in (torch.nan, torch.inf):
             check_forward(layout, "int8", bad)

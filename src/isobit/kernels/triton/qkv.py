@@ -20,8 +20,10 @@ e4m3, the scale NaN and zeros in int8.
 With scales a tensor (``isobit.precision.kv_scales``) bytes are given, and maxima are raised by
 atomic maxima of FP32 bits, whose result does not depend on their order.
 
+Below sm_89 Triton has no E4M3: its bytes are made and read by integer operations, ``as_bytes``.
+
 K and V go to pages (rollout) or are packed (training), in the layouts of
-``isobit.kernels.hopper.attention``.  A page holds V of 8 bits as [D, token], so four consecutive
+``isobit.kernels.triton.attention``.  A page holds V of 8 bits as [D, token], so four consecutive
 slots are written as a word; a single token's V is D bytes, each in its own sector, and these writes
 are most of the time in decode.  ``gather_pages`` lays the pages of a batch end to end for prefill.
 """
@@ -38,19 +40,22 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.attention import SCALES, TILE, PackedKeys, PagedKeys
-from isobit.kernels.hopper.support import HEAD_SIZES
 from isobit.kernels.operands import QkvTransform
+from isobit.kernels.triton.attention import SCALES, PackedKeys, PagedKeys
 from isobit.kernels.triton.device_functions import hadamard
+from isobit.kernels.triton.e4m3 import decoded, rounded
+from isobit.kernels.triton.heads import PAGE_TOKENS
 from isobit.kernels.triton.quantise import (
     _INF_BITS,
     _ROUND_UP_ABOVE_1_75,
     FLOOR_BITS,
     to_int8,
 )
-from isobit.precision.quant_tensor import DTYPES, Format
+from isobit.precision.quant_tensor import DTYPES, E4M3, Format
 from isobit.util.errors import ConfigError
 
+HEAD_SIZES = (64, 128, 256)
+"""Powers of two, since a vector is two halves."""
 _NAMES = {dtype: format for format, dtype in DTYPES.items()}
 _GATHERED = 64  # tokens of one gathering program
 
@@ -96,7 +101,7 @@ def _load(QKV, BIAS, t, inside, column, WIDTH: tl.constexpr):
 def _sum_of_squares(x1, x2, N: tl.constexpr, HALF: tl.constexpr):
     """Two halves [N, HALF] -> [N], neighbours first, which one thread holds."""
     x = x1 * x1 + x2 * x2
-    for level in tl.static_range(6 if HALF == 64 else 5):
+    for level in tl.static_range(7 if HALF == 128 else 6 if HALF == 64 else 5):
         x = tl.sum(tl.reshape(x, [N, HALF >> (level + 1), 2]), 2)
     return tl.reshape(x, [N])
 
@@ -142,15 +147,18 @@ def _scale_byte(amax_bits, GIVEN, WHICH: tl.constexpr):
 
 
 @triton.jit
-def _to_e4m3(x, byte, GIVEN):
-    """FP32 [N, n] and bytes [N] -> E4M3."""
+def _to_e4m3(x, byte, GIVEN, BYTES: tl.constexpr):
+    """FP32 [N, n] and bytes [N] -> E4M3, or its bytes."""
     factor = ((254 - byte) << 23).to(tl.float32, bitcast=True)
     factor = tl.where(byte == 255, float("nan"), factor)
     x = x * factor[:, None]
     if GIVEN is not None:  # else at most 448, by the choice of the byte; a NaN stays
         x = tl.where(x > 448.0, 448.0, x)
         x = tl.where(x < -448.0, -448.0, x)
-    return x.to(tl.float8e4nv)
+    if BYTES:
+        return rounded(x)
+    else:
+        return x.to(tl.float8e4nv)
 
 
 @triton.jit
@@ -164,21 +172,30 @@ def _raise_maximum(MAXIMA, amax_bits, inside, WHICH: tl.constexpr):
 @triton.jit
 def _encoded(x, amax_bits, GIVEN, WHICH: tl.constexpr, FORMAT: tl.constexpr):
     """FP32 [N, n] and their vectors' ``amax_bits`` [N] -> values in an 8-bit format."""
-    if FORMAT == "e4m3":
-        return _to_e4m3(x, _scale_byte(amax_bits, GIVEN, WHICH), GIVEN)
-    else:
+    if FORMAT == "int8":
         values, _ = to_int8(x, amax_bits[:, None])
         return values
+    else:
+        return _to_e4m3(x, _scale_byte(amax_bits, GIVEN, WHICH), GIVEN, FORMAT == "bytes")
 
 
 @triton.jit
 def _scale(amax_bits, GIVEN, WHICH: tl.constexpr, FORMAT: tl.constexpr):
     """The scales of K or V, [N]: E8M0 bytes or FP32, NaN where the vector is not finite."""
-    if FORMAT == "e4m3":
-        return _scale_byte(amax_bits, GIVEN, WHICH).to(tl.uint8)
-    else:
+    if FORMAT == "int8":
         _, scale = to_int8(amax_bits.to(tl.float32, bitcast=True), amax_bits)
         return scale
+    else:
+        return _scale_byte(amax_bits, GIVEN, WHICH).to(tl.uint8)
+
+
+@triton.jit
+def _widened(x):
+    """Values of 8 bits, E4M3 perhaps as bytes, -> FP16, which is exact."""
+    if x.dtype == tl.uint8:
+        return decoded(x) * 256.0
+    else:
+        return x.to(tl.float16)
 
 
 @triton.jit
@@ -213,12 +230,12 @@ def _queries(
             y1 = _encoded(y1, bits, GIVEN, 0, FORMAT)
             y2 = _encoded(y2, bits, GIVEN, 0, FORMAT)
             _store_halves(Q, row, inside, y1, y2, HALF)
-            if FORMAT == "e4m3":
+            if FORMAT == "int8":
+                scale = _scale(bits, GIVEN, 0, FORMAT)
+            else:
                 byte = _scale_byte(bits, GIVEN, 0)
                 power = (byte << 23).to(tl.float32, bitcast=True)
                 scale = tl.where(byte == 255, float("nan"), power)
-            else:
-                scale = _scale(bits, GIVEN, 0, FORMAT)
             tl.store(Q_SCALE + row, scale, mask=inside)
 
 
@@ -272,7 +289,7 @@ def _values(
     else:
         bits = _amax_bits(x)
         _raise_maximum(MAXIMA, bits, inside, 2)
-        tl.store(at, _encoded(x, bits, GIVEN, 2, FORMAT).to(tl.float16), mask=inside[:, None])
+        tl.store(at, _widened(_encoded(x, bits, GIVEN, 2, FORMAT)), mask=inside[:, None])
         tl.store(V_SCALE + row, _scale(bits, GIVEN, 2, FORMAT), mask=inside)
 
 
@@ -416,20 +433,28 @@ def encode_paged(
     positions: torch.Tensor,
     slots: torch.Tensor,
     pages: PagedKeys,
+    as_bytes: bool = False,
 ) -> Queries:
     """qkv BF16 [T, (H + 2G) D], positions and slots int64 [T] -> the queries; K and V are written
     to the pages, in the pages' format.
 
     slot = page * 128 + offset, all different, in any order; a negative one (the padding of a
     captured batch) writes nothing.  The launch depends on T alone, so it can be captured.
+
+    E4M3 is made by integer operations ``as_bytes``, on cards that lack it.
     """
-    return _encode(qkv, transform, positions, slots, pages)
+    return _encode(qkv, transform, positions, slots, pages, as_bytes)
 
 
 def encode_packed(
-    qkv: torch.Tensor, transform: QkvTransform, positions: torch.Tensor, format: Format
+    qkv: torch.Tensor,
+    transform: QkvTransform,
+    positions: torch.Tensor,
+    format: Format,
+    as_bytes: bool = False,
 ) -> tuple[Queries, PackedKeys]:
-    """qkv BF16 [T, (H + 2G) D] and positions int64 [T] -> queries, and packed K and V.
+    """qkv BF16 [T, (H + 2G) D] and positions int64 [T] -> queries, and packed K and V; ``as_bytes``
+    as above.
 
     The maxima of ``transform`` are of what E4M3 would round, in BF16 by a second launch whose other
     results are dropped.
@@ -443,9 +468,9 @@ def encode_packed(
     vectors = (qkv.shape[0], transform.num_kv_heads)
     if format == "bf16" and transform.maxima is not None:
         unused = _empty_packed(vectors, transform.head_dim, DTYPES["e4m3"], qkv.device)
-        _encode(qkv, replace(transform, hadamard=True), positions, None, unused)
+        _encode(qkv, replace(transform, hadamard=True), positions, None, unused, as_bytes)
     packed = _empty_packed(vectors, transform.head_dim, DTYPES[format], qkv.device)
-    return _encode(qkv, transform, positions, None, packed), packed
+    return _encode(qkv, transform, positions, None, packed, as_bytes), packed
 
 
 def _empty_packed(
@@ -467,6 +492,7 @@ def _encode(
     positions: torch.Tensor,
     slots: torch.Tensor | None,
     out: PagedKeys | PackedKeys,
+    as_bytes: bool,
 ) -> Queries:
     tokens, heads, kv_heads, dim = (
         qkv.shape[0],
@@ -487,17 +513,18 @@ def _encode(
     )
     plan = next(plan for plan in TILINGS if tokens <= plan.most)
     units = triton.cdiv(heads, plan.heads) + triton.cdiv(kv_heads, plan.heads) + kv_heads
-    narrow = out.keys.dtype == DTYPES["e4m3"]
+    narrow = out.keys.dtype == E4M3
     given = transform.scale_bytes if narrow else None
     maxima = transform.maxima.view(torch.int32) if narrow and transform.maxima is not None else None
     if tokens:
         _encode_kernel[(triton.cdiv(tokens, plan.tokens), units)](
             qkv, transform.bias, transform.q_norm, transform.k_norm, transform.cos, transform.sin,
-            positions, slots, values, scales,
-            out.keys, out.key_scales, out.values, out.value_scales, given, maxima, tokens,
-            transform.epsilon,
-            heads, kv_heads, dim, TILE, plan.tokens, plan.heads, transform.hadamard,
-            _NAMES[out.keys.dtype], num_warps=plan.warps, enable_fp_fusion=False,
+            positions, slots, _raw(values, as_bytes), scales,
+            _raw(out.keys, as_bytes), out.key_scales, _raw(out.values, as_bytes), out.value_scales,
+            given, maxima, tokens, transform.epsilon,
+            heads, kv_heads, dim, PAGE_TOKENS, plan.tokens, plan.heads, transform.hadamard,
+            "bytes" if narrow and as_bytes else _NAMES[out.keys.dtype], num_warps=plan.warps,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return Queries(values, scales)
 
@@ -528,7 +555,7 @@ def _gather_kernel(
     else:
         # V is read as [D, token] and stored transposed and widened.
         v = tl.load(V + (page * (TILE * D) + offset)[None, :] + d[:, None] * TILE)
-        tl.store(V_OUT + out, tl.trans(v).to(tl.float16), mask=inside[:, None])
+        tl.store(V_OUT + out, _widened(tl.trans(v)), mask=inside[:, None])
         tl.store(K_SCALE_OUT + row, tl.load(K_SCALE + vector), mask=inside)
         tl.store(V_SCALE_OUT + row, tl.load(V_SCALE + vector), mask=inside)
 
@@ -540,17 +567,25 @@ def gather_pages(
     lengths: torch.Tensor,
     total: int,
     max_length: int,
+    as_bytes: bool = False,
 ) -> PackedKeys:
     """The first lengths[b] tokens of each sequence b, whose pages are table[b], at starts[b] of
     ``total`` packed tokens.
 
-    table int32 [B, pages], starts and lengths int32 [B], the lengths at most max_length.
+    table int32 [B, pages], starts and lengths int32 [B], the lengths at most max_length;
+    ``as_bytes`` as above.
     """
     _, kv_heads, _, dim = pages.keys.shape
     out = _empty_packed((total, kv_heads), dim, pages.keys.dtype, pages.keys.device)
     _gather_kernel[(kv_heads, triton.cdiv(max_length, _GATHERED), lengths.numel())](
-        pages.keys, pages.key_scales, pages.values, pages.value_scales, table, starts, lengths,
-        out.keys, out.key_scales, out.values, out.value_scales,
-        table.stride(0), kv_heads, dim, TILE, _GATHERED, num_warps=4,
+        _raw(pages.keys, as_bytes), pages.key_scales, _raw(pages.values, as_bytes),
+        pages.value_scales, table, starts, lengths,
+        _raw(out.keys, as_bytes), out.key_scales, out.values, out.value_scales,
+        table.stride(0), kv_heads, dim, PAGE_TOKENS, _GATHERED, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def _raw(x: torch.Tensor, as_bytes: bool) -> torch.Tensor:
+    """E4M3 as bytes, if a kernel takes it so."""
+    return x.view(torch.uint8) if as_bytes and x.dtype == E4M3 else x

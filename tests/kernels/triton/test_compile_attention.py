@@ -1,0 +1,124 @@
+"""Attention compiles for sm_80 in 99 KiB, its PTX assembles for every card since, and decode and
+prefill multiply in one order.
+"""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from isobit.kernels.triton import attention
+from isobit.kernels.triton.attention import PORTABLE
+from isobit.kernels.triton.heads import HEAD_SIZES, PAGE_TOKENS
+from tests.kernels.hopper.ahead_of_time import Compiled
+from tests.kernels.hopper.test_compile import TYPES
+from tests.kernels.triton.assembled import (
+    SHARED,
+    assert_assembles,
+    assert_multiplies_by,
+    compile_portable,
+)
+
+VALUES = {"bf16": "*bf16", "int8": "*i8", "e4m3": "*u8"}
+DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
+HALF = {
+    kind: f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32" for kind in ("f16", "bf16")
+}
+INTEGER = "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32"
+PRODUCTS = {"bf16": {HALF["bf16"]}, "int8": {INTEGER, HALF["f16"]}, "e4m3": {HALF["f16"]}}
+EVERY = [(format, dim) for format in VALUES for dim in HEAD_SIZES]
+VARIANTS = [(False, 0), (True, 4096)]
+"""More than one part, window."""
+SPILLED = {96: 144, 128: 144}
+"""Bytes of a thread in prefill, by the size of a head: Q, the products of a tile and the sums of 16
+queries fill its 255 registers, and what the loop does not change waits in memory.
+"""
+STACK = 160  # of sm_80, what is spilled and its padding
+SPILLED_BY_DECODE = {64: 48, 96: 8, 128: 8}
+"""Where ptxas prefers five or four programs a multiprocessor to a few more registers."""
+
+
+def shape(format: str, dim: int, split: bool, window: int) -> tuple[dict[str, str], dict[str, Any]]:
+    """Types, and what decode and prefill have in common."""
+    scale = "*u8" if format == "e4m3" else "*fp32"
+    constants: dict[str, Any] = {
+        "H": 32, "G": 8, "D": dim, "WIDTH": triton.next_power_of_2(dim), "PART": attention.PART,
+        "TILE": PORTABLE.form(DTYPES[format], dim).tile, "SPLIT": split,
+        "SCALED": format != "bf16", "WINDOW": window,
+    }  # fmt: skip
+    if format == "bf16":
+        constants |= dict.fromkeys(("Q_SCALE", "K_SCALE", "V_SCALE"))
+    types = TYPES | dict.fromkeys("QKV", VALUES[format])
+    return types | dict.fromkeys(("K_SCALE", "V_SCALE"), scale), constants
+
+
+def decode(format: str, dim: int, split: bool = False, window: int = 0) -> Compiled:
+    types, constants = shape(format, dim, split, window)
+    form = PORTABLE.form(DTYPES[format], dim)
+    constants |= {"PAGE": PAGE_TOKENS, "N": 16, "STAGES": form.decode_stages, "SEALS": True}
+    return compile_portable(
+        attention._decode_kernel, types, constants, 4, num_stages=form.decode_stages,
+        maxnreg=form.decode_registers, most_stack=STACK,
+    )  # fmt: skip
+
+
+def prefill(format: str, dim: int, split: bool = False, window: int = 0) -> Compiled:
+    types, constants = shape(format, dim, split, window)
+    form = PORTABLE.form(DTYPES[format], dim)
+    constants |= {"NQ": form.queries, "STAGES": form.prefill_stages}
+    types |= {} if format == "bf16" else {"V": "*fp16"}
+    return compile_portable(
+        attention._prefill_kernel, types, constants, form.prefill_warps,
+        num_stages=form.prefill_stages, most_stack=STACK,
+    )  # fmt: skip
+
+
+def products(made: Compiled) -> dict[str, set[tuple[int, int]]]:
+    """By the format of their sums and operands: how many neighbours of K a thread has of each."""
+    found: dict[str, set[tuple[int, int]]] = {}
+    for line in made.ttgir.splitlines():
+        if " tt.dot " in line:
+            left, right = re.findall(r"x([a-z]+\d+), #ttg\.dot_op<\{[^}]*kWidth = (\d)", line)
+            assert left[0] == right[0]
+            kind = "Q K" if re.search(r"tt\.dot \S+, \S+, %cst", line) else "P V"
+            found.setdefault(f"{kind} {left[0]}", set()).add((int(left[1]), int(right[1])))
+    return found
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("split", "window"), VARIANTS)
+@pytest.mark.parametrize(("format", "dim"), EVERY)
+def test_decode_and_prefill_multiply_alike(format: str, dim: int, split: bool, window: int) -> None:
+    """By one instruction, with the same keys or numbers of a head in each of its steps."""
+    some, many = (make(format, dim, split, window) for make in (decode, prefill))
+    for made in (some, many):
+        assert set(re.findall(r"\bmma\.sync\S*|\bwgmma\S*", made.ptx)) == PRODUCTS[format]
+        assert "cp.async.cg.shared.global" in made.ptx
+    assert products(some) == products(many)
+    assert len(products(some)) == 2 and all(len(one) == 1 for one in products(some).values())
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("split", "window"), VARIANTS)
+@pytest.mark.parametrize(("format", "dim"), EVERY)
+def test_every_card(format: str, dim: int, split: bool, window: int) -> None:
+    most = dict.fromkeys(SHARED, SPILLED_BY_DECODE.get(dim, 0) if format == "bf16" else 0)
+    assert_assembles(decode(format, dim, split, window), most)
+    most = dict.fromkeys(SHARED, SPILLED.get(dim, 0))
+    assert_assembles(prefill(format, dim, split, window), most)
+
+
+@pytest.mark.exhaustive
+def test_machine_code() -> None:
+    for make in (decode, prefill):
+        assert_multiplies_by(make("bf16", 128), "HMMA.16816.F32.BF16")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dim", HEAD_SIZES)
+def test_join(dim: int) -> None:
+    constants = {"H": 32, "D": dim, "WIDTH": triton.next_power_of_2(dim), "PART": attention.PART}
+    made = compile_portable(attention._join_kernel, TYPES, constants | {"WINDOW": 0}, 1)
+    assert_assembles(made)
