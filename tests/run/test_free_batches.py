@@ -267,7 +267,7 @@ def test_ranks_without_staleness_leave_the_bytes_of_one_process(tmp_path: Path) 
     assert left_by(tmp_path / "several") == left_by(tmp_path / "one")
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("staleness", [2, None])
 def test_ranks_train_together_with_servers_of_their_own(
     staleness: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -371,7 +371,8 @@ def write_adapters(
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = adapter_config(lora, base)
-    if is_larger(parse_json(read_plain(base / "config.json"), str(base / "config.json"))):
+    described = base / "config.json"
+    if described.is_file() and is_larger(parse_json(read_plain(described), str(described))):
         tensors = {name.replace(_ALONE, _WITHIN_LARGER, 1): one for name, one in tensors.items()}
         config["target_modules"] = rf".*language_model\..*\.({'|'.join(lora.targets)})"
     text = json_text(config, indent=2)

@@ -35,6 +35,7 @@ OF_TENSORS = ("GIVEN", "MAXIMA")
 FEW, MANY = qkv.TILINGS
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("absent", "dim", "format", "paged", "tiling"),
     [
