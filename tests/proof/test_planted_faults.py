@@ -82,9 +82,10 @@ def sums_of_as_many_keys_as_there_are(patch: Patch, in_rollout: InRollout) -> No
 
 
 def silu_of_torch(patch: Patch, in_rollout: InRollout) -> None:
-    patch.setattr(
-        pointwise, "gated", lambda gate, up: torch.nn.functional.silu(gate.contiguous()) * up
-    )
+    def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+        return torch.nn.functional.silu(gate.contiguous()) * up
+
+    patch.setattr(pointwise, "gated", gated)
 
 
 def silu_of_torch_in_rollout(patch: Patch, in_rollout: InRollout) -> None:

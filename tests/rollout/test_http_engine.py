@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.config.recipes import RunConfig
+from isobit.config.rules import check_run
 from isobit.models.config import Experts
 from isobit.models.folder import read_config
 from isobit.models.policy import Policy, random_policy
@@ -474,14 +475,6 @@ def test_a_run_by_servers_leaves_the_bytes_of_a_native_one_though_one_is_killed(
         (
             {
                 "rollout": {"engine": "http", "servers": ["http://a:1"]},
-                "cluster": {"processes": 2, "rollouters": 1},
-                "async": {"lag": 1},
-            },
-            "sample instead of it",
-        ),
-        (
-            {
-                "rollout": {"engine": "http", "servers": ["http://a:1"]},
                 "precision": {"preset": "fp8", "kv_scales": "per_tensor"},
             },
             "not sent to servers",
@@ -497,6 +490,16 @@ def test_recipes_that_contradict_it_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         train(make_config(**sections))
+
+
+def test_rollouters_and_servers_are_one_too_many(make_config: Callable[..., RunConfig]) -> None:
+    config = make_config(
+        rollout={"engine": "http", "servers": ["http://a:1"]},
+        cluster={"processes": 2, "rollouters": 1},
+        **{"async": {"lag": 1}},
+    )
+    with pytest.raises(ConfigError, match="which sample instead of it"):
+        check_run(config)
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ class Server:
         # of the thread alone
         self._held: str | None = None
         self._live: set[int] = set()
-        self._is_full = False
+        self._is_full = self._begins = False
         self._heard_at = 0.0
         """The time at which it last had nothing to draw, or sent a token."""
         self._client = token_hex(8) if run is None else sha256(f"{run} {url}".encode()).hexdigest()
@@ -224,7 +224,7 @@ class Server:
                     wait_s = 1.0
             except (UnavailableError, ConfigError) as error:
                 is_checked = False
-                self._lose(str(error), isinstance(error, ConfigError))
+                self._lose(str(error), isinstance(error, ConfigError) or self._begins)
                 with self._board.changed:
                     self._board.changed.wait_for(lambda: self._board.is_closed, wait_s)
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
@@ -302,6 +302,7 @@ class Server:
 
     def _begin(self, weights: VersionedWeights) -> None:
         """Have the server hold these weights, in a session that has asked for nothing."""
+        self._begins = True
         if self._live:
             self._session += 1
             self._live.clear()
@@ -314,7 +315,7 @@ class Server:
             self.kept = kept
             self.is_up = weights is self._weights
         self._board.post(News(note=f"{self.url} samples" if self.problem else None))
-        self.problem = ""
+        self.problem, self._begins = "", False
 
     def _step(
         self, weights: VersionedWeights, asks: Sequence[AskedSamples], drops: Sequence[int]
@@ -370,8 +371,11 @@ class Server:
         )
 
     def _lose(self, problem: str, is_other: bool = False) -> None:
-        """``is_other``: it is there, and computes something else than before."""
+        """``is_other``: it is there, and computes something else than before, or does not take
+        part.
+        """
         self._close()
+        self._begins = False
         with self._board.changed:
             asked = {number for ask in self._asks for number in ask.numbers}
             lost, self._live = self._live | asked, set()

@@ -229,8 +229,8 @@ class RunSamples:
         if self._watch is None:
             self._watch = asyncio.create_task(self._look_after_all())
         client = self._clients.setdefault(asked.client, RunClient())
+        client.heard_at = time.monotonic()  # before anything that waits: it is not given up then
         async with client.lock:
-            client.heard_at = time.monotonic()
             answer: dict[str, Any] = {}
             if client.session != asked.session:
                 client.begin(asked.session)
@@ -347,7 +347,7 @@ class RunSamples:
                     continue
                 async with client.lock:
                     await self._look_after(client)
-                if time.monotonic() - client.heard_at > AWAY_S:
+                if time.monotonic() - client.heard_at > AWAY_S:  # nobody waits for the lock
                     self._end(client)
                     del self._clients[name]
 
