@@ -48,7 +48,7 @@ def test_sum(ranks: int, parts: int, followed: bool) -> None:
     assert made.count("FFMA") == 0
 
 
-@pytest.mark.few(15)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("parts", [0, 1, 8, 16])
 @pytest.mark.parametrize(("rank", "depth"), [(5, 16), (16, 16), (32, 32), (64, 64)])
 def test_up(rank: int, depth: int, parts: int) -> None:

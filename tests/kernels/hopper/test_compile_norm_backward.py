@@ -58,6 +58,7 @@ BIAS = ("BIAS", "BIAS_SUMS")
 NORMS = ("Q_NORM", "K_NORM", "Q_SUMS", "K_SUMS")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("absent", "layout", "hadamard"),
     [

@@ -48,6 +48,7 @@ def assert_asynchronous(made: Compiled) -> None:
     assert made.ptx.count("setmaxnreg") > 4
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(
     ("dim", "group", "window"), [(64, 16, 0), (128, 1, 0), (128, 4, 0), (128, 4, 4096)]
@@ -65,6 +66,7 @@ def test_keys(dim: int, group: int, window: int, int8: bool) -> None:
     assert_asynchronous(compiled(attention_backward._keys_kernel, types, constants, most_stack))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(("dim", "window"), [(64, 0), (128, 0), (128, 4096)])
 def test_queries(dim: int, window: int, int8: bool) -> None:
