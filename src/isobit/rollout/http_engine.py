@@ -108,19 +108,13 @@ class HttpEngine(RemoteSamples):
         self._servers = self._reach(config.servers, key, bits)
         self._loads = {server: Load() for server in self._servers}
         notes = run_on_all(world, self._check_servers)
-        sizes = [one.sizes for one in self._servers if one.sizes]
-        of_ranks = world.all_gather(
-            {
-                "context": min(one.get("context", policy.config.max_positions) for one in sizes),
-                "pages": min(one["pages"] for one in sizes),
-                "page_tokens": max(one["page_tokens"] for one in sizes),
-            }
-        )
+        own = [dict(one.sizes) for one in self._servers if one.sizes]
+        sizes = [size for of_rank in world.all_gather(own) for size in of_rank]
         limits = EngineLimits(
-            min(one["context"] for one in of_ranks),
+            min(size.get("context", policy.config.max_positions) for size in sizes),
             policy.config.vocab_size,
-            min(one["pages"] for one in of_ranks),
-            max(one["page_tokens"] for one in of_ranks),
+            min(size["pages"] for size in sizes),
+            max(size["page_tokens"] for size in sizes),
             tokenizer is not None,
         )
         super().__init__(limits, seed, tokenizer)

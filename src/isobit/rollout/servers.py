@@ -302,15 +302,16 @@ class Server:
 
     def _begin(self, weights: VersionedWeights) -> None:
         """Have the server hold these weights, in a session that has asked for nothing."""
-        self._begins = True
+        self._begins, is_held = True, self._held == weights.digest
+        answer = None
         if self._live:
             self._session += 1
+        if self._live or is_held:
             self._live.clear()
-        answer, kept = self._step(weights, [], []), frozenset[int]()
-        if self._held != weights.digest:
+            answer = self._step(weights, [], [])
+        if not is_held:
             self._push(weights)
-        elif answer is not None:
-            kept = frozenset(answer.kept)
+        kept = frozenset(answer.kept if is_held and answer is not None else ())
         with self._board.changed:
             self.kept = kept
             self.is_up = weights is self._weights

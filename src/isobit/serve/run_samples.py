@@ -63,11 +63,6 @@ class AskedGroup(Strict):
     keys: tuple[Key, ...]
     sampling: AskedSampling
 
-    @property
-    def longest(self) -> int:
-        """The most tokens that a sample of it may have, with its prompt."""
-        return len(self.token_ids) + self.sampling.max_new_tokens
-
 
 class AskedStep(Strict):
     client: str = Field(min_length=1, max_length=64)
@@ -96,7 +91,7 @@ class DrawnTokens:
         if event.completion is not None:
             self.finish_reason = event.completion.finish_reason
 
-    def told(self, number: int, first: int = 0) -> dict[str, Any]:
+    def told(self, number: int, first: int) -> dict[str, Any]:
         """Those from the ``first`` on, as an answer has them."""
         told = {
             "number": number,
@@ -122,6 +117,15 @@ class KeptSample:
     handle: Handle | None = None
     """Set while it is live."""
     drawn: DrawnTokens = field(default_factory=DrawnTokens)
+    number: int | None = None
+    """What the session calls it; None where that has not asked for it, or knows its end."""
+    num_told: int = 0
+    """Tokens drawn of it that the session has."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something that the session does not have."""
+        return len(self.drawn.token_ids) > self.num_told or self.drawn.finish_reason is not None
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -161,10 +165,8 @@ class RunClient:
     kept: dict[int, KeptSample] = field(default_factory=dict)
     """By the keys of their noise, in the order in which they were asked for."""
     live: dict[Handle, KeptSample] = field(default_factory=dict)
-    numbers: dict[Handle, int] = field(default_factory=dict)
-    """The session's numbers of the live samples that it has asked for."""
-    untold: dict[int, DrawnTokens] = field(default_factory=dict)
-    """What was drawn of these, by number, since the session was last answered."""
+    asked: dict[int, KeptSample] = field(default_factory=dict)
+    """What the session has asked for and does not know the end of, by its numbers."""
     heard_at: float = field(default_factory=time.monotonic)
     requests: int = 0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -172,12 +174,37 @@ class RunClient:
     @property
     def unasked(self) -> list[Handle]:
         """Live samples of earlier sessions."""
-        return [handle for handle in self.live if handle not in self.numbers]
+        return [handle for handle, sample in self.live.items() if sample.number is None]
 
     def begin(self, session: int) -> None:
         """Begin a session, which has asked for nothing yet."""
         self.session, self.begun_at = session, time.monotonic()
-        self.numbers, self.untold = {}, {}
+        for number in list(self.asked):
+            self.forget(number)
+
+    def ask(self, number: int, sample: KeptSample, num_told: int) -> None:
+        """The session asks for a sample, of which it has so many of the tokens that were drawn."""
+        if sample.number is not None:
+            self.forget(sample.number)
+        self.asked[number] = sample
+        sample.number, sample.num_told = number, num_told
+
+    def forget(self, number: int) -> KeptSample | None:
+        """The session is told no more of a sample.  -> It, if there is one."""
+        if (sample := self.asked.pop(number, None)) is not None:
+            sample.number = None
+        return sample
+
+    def tell(self) -> list[dict[str, Any]]:
+        """The news of what the session has asked for."""
+        told = list[dict[str, Any]]()
+        for number, sample in list(self.asked.items()):
+            if sample.has_news:
+                told.append(sample.drawn.told(number, sample.num_told))
+                sample.num_told = len(sample.drawn.token_ids)
+            if sample.drawn.finish_reason is not None:
+                self.forget(number)
+        return told
 
     def forget_some(self) -> None:
         """Forget the oldest samples that have ended, as far as too many tokens are kept."""
@@ -194,12 +221,12 @@ class RunClient:
 class AskedSamples:
     """The samples that a step asks for."""
 
-    kept: list[tuple[int, KeptSample, int]] = field(default_factory=list)
-    """Those of which tokens were drawn: number, sample, and how many of them the client has."""
-    new: list[tuple[int, KeptSample]] = field(default_factory=list)
-    """Those that are not live: number and sample, in the order of the requests."""
+    samples: list[tuple[int, KeptSample, int]] = field(default_factory=list)
+    """All: number, sample, and how many of the tokens drawn of it the client has."""
     requests: list[Request] = field(default_factory=list)
-    """What the engine is asked for them."""
+    """What the engine is asked for."""
+    new: list[KeptSample] = field(default_factory=list)
+    """The samples of these requests, in their order."""
 
 
 class RunSamples:
@@ -250,7 +277,6 @@ class RunSamples:
             self._end(client)
 
     async def _step(self, client: RunClient, asked: AskedStep) -> list[dict[str, Any]]:
-        told = list[dict[str, Any]]()
         if asked.ask:
             self._check_weights(asked.weights)
             wanted = AskedSamples()
@@ -259,14 +285,14 @@ class RunSamples:
             if wanted.requests:
                 await self._submit(client, wanted)
             self._check_weights(asked.weights)  # from here on they stay
-            told = _tell_kept(client, wanted)
-            self._metrics.kept_tokens.inc(sum(len(one["token_ids"]) for one in told))
-        if dropped := set(asked.drop):
-            self._abort(client, [one for one, at in client.numbers.items() if at in dropped])
-        await self._gather(client, GATHER_S if told or client.untold else WAIT_S)
-        told += [drawn.told(number) for number, drawn in client.untold.items()]
-        client.untold = {}
-        return [sample for sample in told if sample["number"] not in dropped]
+            for number, sample, known in wanted.samples:
+                client.ask(number, sample, known)
+                self._metrics.kept_tokens.inc(len(sample.drawn.token_ids) - known)
+        leaving = [sample for number in asked.drop if (sample := client.forget(number)) is not None]
+        self._abort(client, [one.handle for one in leaving if one.handle is not None])
+        has_news = any(sample.has_news for sample in client.asked.values())
+        await self._gather(client, GATHER_S if has_news else WAIT_S)
+        return client.tell()
 
     async def _submit(self, client: RunClient, wanted: AskedSamples) -> None:
         """Have the engine take on what is not live."""
@@ -287,9 +313,8 @@ class RunSamples:
         finally:
             client.is_asking = False
         handles = [handle for of_request in news.handles for handle in of_request]
-        for handle, (number, sample) in zip(handles, wanted.new, strict=True):
-            sample.handle = handle
-            client.live[handle], client.numbers[handle] = sample, number
+        for handle, sample in zip(handles, wanted.new, strict=True):
+            sample.handle, client.live[handle] = handle, sample
         client.forget_some()
 
     async def _gather(self, client: RunClient, seconds: float) -> None:
@@ -301,20 +326,18 @@ class RunSamples:
                     news = await client.call.next()
             except TimeoutError:
                 return
-            if not client.untold:
-                until = time.monotonic() + GATHER_S
-            self._note(client, news)
+            if self._note(client, news):
+                until = min(until, time.monotonic() + GATHER_S)
 
-    def _note(self, client: RunClient, news: Any) -> None:
-        """Keep what was drawn, to be told where the session has asked for it."""
+    def _note(self, client: RunClient, news: Any) -> bool:
+        """Keep what was drawn.  -> Whether the session has asked for it."""
         if not isinstance(news, SampleEvent) or (sample := client.live.get(news.handle)) is None:
-            return
+            return False
         sample.drawn.add(news)
         self._metrics.run_tokens.inc(len(news.token_ids))
-        if (number := client.numbers.get(news.handle)) is not None:
-            client.untold.setdefault(number, DrawnTokens()).add(news)
         if news.completion is not None:
             self._leave(client, news.handle)
+        return sample.number is not None
 
     def _abort(self, client: RunClient, handles: Sequence[Handle]) -> None:
         if client.call is not None and handles:
@@ -325,7 +348,6 @@ class RunSamples:
     def _leave(self, client: RunClient, handle: Handle) -> None:
         """A sample has ended; without any left the weights may change."""
         client.live.pop(handle).handle = None
-        client.numbers.pop(handle, None)
         self._gate.leave(1, 0.0)
         if not client.live and not client.is_asking and client.call is not None:
             self._thread.cancel(client.call)
@@ -333,7 +355,7 @@ class RunSamples:
 
     def _end(self, client: RunClient) -> None:
         self._abort(client, list(client.live))
-        client.kept, client.untold = {}, {}
+        client.kept, client.asked = {}, {}
         if client.call is not None:
             self._thread.cancel(client.call)
             client.call.tell(DisconnectedError())  # whoever waits for it is to go
@@ -372,28 +394,17 @@ def _look_up(client: RunClient, name: str, group: AskedGroup, wanted: AskedSampl
             client.kept[key] = sample = KeptSample(group.token_ids, group.sampling)
             unknown[key] = number, sample
             continue
-        wanted.kept.append((number, sample, len(group.token_ids) - len(sample.start)))
+        wanted.samples.append((number, sample, len(group.token_ids) - len(sample.start)))
         if sample.handle is None and sample.drawn.finish_reason is None:
             tokens = sample.tokens
             sampling = sample.sampling_behind(len(tokens))
             wanted.requests.append(_request(client, name, tokens, sampling, [key]))
-            wanted.new.append((number, sample))
+            wanted.new.append(sample)
     if unknown:
         asked = group.token_ids, group.sampling, list(unknown)
         wanted.requests.append(_request(client, name, *asked))
-        wanted.new += unknown.values()
-
-
-def _tell_kept(client: RunClient, wanted: AskedSamples) -> list[dict[str, Any]]:
-    """What was drawn of kept samples behind what the client has; from now on they have numbers."""
-    told = list[dict[str, Any]]()
-    for number, sample, known in wanted.kept:
-        client.untold.pop(number, None)
-        if len(sample.drawn.token_ids) > known or sample.drawn.finish_reason is not None:
-            told.append(sample.drawn.told(number, known))
-        if sample.handle is not None:
-            client.numbers[sample.handle] = number
-    return told
+        wanted.new += [sample for _, sample in unknown.values()]
+        wanted.samples += [(number, sample, 0) for number, sample in unknown.values()]
 
 
 def _request(
