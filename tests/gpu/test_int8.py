@@ -10,11 +10,9 @@ import torch
 
 from isobit.config.precision import Preset
 from isobit.kernels.backend import backend_of
-from isobit.kernels.hopper import head
-from isobit.kernels.hopper.experts import experts, experts_saving, swiglu_rows
+from isobit.kernels.hopper.backend import HopperBackend
 from isobit.kernels.hopper.grouped_gemm import grouped_gemm_nt
 from isobit.kernels.hopper.int8 import Dots, Persistent, Tiles, cut_up, int8_gemm_nt
-from isobit.kernels.hopper.linear import dgrad, linear, wgrad
 from isobit.kernels.operands import HeadWeight, LinearInput, LinearWeight, Operand, Routing
 from isobit.kernels.spec import head as head_specification
 from isobit.kernels.spec import linear as linear_specification
@@ -22,6 +20,7 @@ from isobit.kernels.spec import quantise as specification
 from isobit.kernels.spec.experts import one_expert
 from isobit.kernels.triton import pointwise
 from isobit.kernels.triton.dispatch import gather, make_dispatch
+from isobit.kernels.triton.experts import swiglu_rows
 from isobit.kernels.triton.grouped_gemm import ExpertMatrices
 from isobit.kernels.triton.linear import linear_input, output_gradient
 from isobit.kernels.triton.quantise import (
@@ -51,6 +50,10 @@ from tests.gpu.operands import (
 )
 from tests.int8_products import EXPECTED, PRODUCTS, digests
 from tests.kernels.comparison import bits, relative_error, same
+
+HOPPER = HopperBackend(torch.device("cuda"))
+linear, dgrad, wgrad = HOPPER.linear, HOPPER.dgrad, HOPPER.wgrad
+experts, experts_saving = HOPPER.experts, HOPPER.experts_saving
 
 MakePolicy = Callable[..., Policy]
 
@@ -418,7 +421,7 @@ def test_an_int8_head_has_the_specifications_logits_in_every_batch(
     assert same(again.int8, exact.int8)
     wanted = head_specification.head_logits(hidden.cpu(), exact, drawn)
     for count in (1, 7, 64, 129, 300):
-        assert torch.equal(head.head_logits(hidden[:count], again, drawn).cpu(), wanted[:count])
+        assert torch.equal(HOPPER.head_logits(hidden[:count], again, drawn).cpu(), wanted[:count])
 
 
 def test_gradients_of_an_int8_head_are_the_tables_at_its_own_logits() -> None:
@@ -428,11 +431,13 @@ def test_gradients_of_an_int8_head_are_the_tables_at_its_own_logits() -> None:
     d = torch.randn(200, device="cuda", generator=generator)
     targets, temperatures = torch.arange(200, device="cuda") * 17, torch.full((200,), 0.7).cuda()
     weight = publish_head(HEAD, table)
-    p = torch.softmax(head.head_logits(hidden, weight).double() / 0.7, 1)
+    p = torch.softmax(HOPPER.head_logits(hidden, weight).double() / 0.7, 1)
     d_logits = (torch.nn.functional.one_hot(targets, 5001) - p) * d.double()[:, None] / 0.7
     grad = torch.zeros(5001, 512, device="cuda")
-    made = head.token_log_probs_backward(hidden, weight, targets, temperatures, d, grad)
+    made = HOPPER.token_log_probs_backward(hidden, weight, targets, temperatures, d, grad)
     for ours, wanted in ((made, d_logits @ table.double()), (grad, d_logits.t() @ hidden.double())):
         assert (ours.double() - wanted).norm() < 4e-3 * wanted.norm()
-    of_table = head.token_log_probs(hidden, HeadWeight(table), targets, temperatures)[0]
-    assert not torch.equal(head.token_log_probs(hidden, weight, targets, temperatures)[0], of_table)
+    of_table = HOPPER.token_log_probs(hidden, HeadWeight(table), targets, temperatures)[0]
+    assert not torch.equal(
+        HOPPER.token_log_probs(hidden, weight, targets, temperatures)[0], of_table
+    )

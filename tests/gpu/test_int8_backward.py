@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from isobit.kernels.backend import backend_of
-from isobit.kernels.hopper.linear import dgrad, wgrad
+from isobit.kernels.hopper.backend import HopperBackend
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import int8_backward as specification
 from isobit.kernels.spec import linear as linear_specification
@@ -17,6 +17,9 @@ from isobit.precision.quant_tensor import Int8Parts, Int8Rows
 from tests.int8_products import BACKWARDS, EXPECTED, backward_digests
 from tests.kernels.comparison import bits
 from tests.kernels.int8_backward import assert_same_parts, check_experts, gradients, of_host
+
+HOPPER = HopperBackend(torch.device("cuda"))
+dgrad, wgrad = HOPPER.dgrad, HOPPER.wgrad
 
 CASES = [
     ((256, 128, 72), 80, 5),

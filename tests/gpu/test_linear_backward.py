@@ -5,15 +5,9 @@ they multiply; they repeat and add up in place.
 import pytest
 import torch
 
-from isobit.kernels.hopper.gemm import BackEnd, fp8_gemm_nt
-from isobit.kernels.hopper.linear import (
-    bf16_gemm_nn,
-    bf16_gemm_tn,
-    dgrad,
-    fp8_gemm_tn,
-    linear,
-    wgrad,
-)
+from isobit.kernels.hopper.backend import HopperBackend
+from isobit.kernels.hopper.gemm import BackEnd, bf16_gemm_nn, fp8_gemm_nt
+from isobit.kernels.hopper.wgrad import bf16_gemm_tn, fp8_gemm_tn
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import linear as specification
 from isobit.kernels.spec.quantise import quantise_blocks
@@ -35,6 +29,9 @@ from tests.gpu.operands import (
     published,
 )
 from tests.kernels.comparison import relative_error
+
+HOPPER = HopperBackend(torch.device("cuda"))
+linear, dgrad, wgrad = HOPPER.linear, HOPPER.dgrad, HOPPER.wgrad
 
 
 def e4m3_site(

@@ -13,7 +13,7 @@ import torch
 from isobit.config.precision import Preset
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import TrainingConfig
-from isobit.kernels.hopper.memory import CapturedGraph
+from isobit.kernels.triton.memory import CapturedGraph
 from isobit.models.policy import Policy
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.rollout.engine import generate

@@ -85,8 +85,9 @@ def without_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     pytest.importorskip("triton", reason="the modules that launch the kernels need Triton")
     from isobit.kernels import hopper, triton
-    from isobit.kernels.hopper import attend, experts, gemm, grouped_gemm, linear
+    from isobit.kernels.hopper import gemm, grouped_gemm, wgrad
     from isobit.kernels.hopper.backend import HopperBackend
+    from isobit.kernels.triton import attend
 
     packages = [
         (one.__name__, found.name)
@@ -100,9 +101,8 @@ def without_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_gemm", _NoGemm)
     monkeypatch.setattr(gemm, "gemm_back_end", lambda scales: "deep_gemm")
     monkeypatch.setattr(gemm, "deep_gemm_or_triton", lambda: "deep_gemm")
-    for module in (grouped_gemm, experts):
+    for module in (grouped_gemm, wgrad):
         monkeypatch.setattr(module, "deep_gemm_or_triton", lambda: "deep_gemm")
-    monkeypatch.setattr(linear, "deep_gemm_or_triton", lambda: "deep_gemm")
     monkeypatch.setattr(attend, "to_device", lambda tensor, device: tensor.to(device))
     monkeypatch.setattr(HopperBackend, "to_device", lambda self, tensor: tensor.to(self.device))
     monkeypatch.setattr(policy_module, "backend_of", HopperBackend)
