@@ -13,6 +13,7 @@ import pytest
 import torch
 from filelock import FileLock
 
+from isobit.config.base import BackEnd
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.backend import use_back_end
 from isobit.models.config import Experts, ModelConfig
@@ -37,7 +38,8 @@ SHAPES = {
 
 def pytest_configure(config: pytest.Config) -> None:
     if has_card(config):
-        use_back_end(config.getoption("back_end"))
+        name: BackEnd = config.getoption("back_end")  # pyright: ignore[reportAssignmentType]
+        use_back_end(name)
 
 
 def has_card(config: pytest.Config) -> bool:

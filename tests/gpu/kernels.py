@@ -63,8 +63,8 @@ encode_packed, encode_paged = _bound(qkv.encode_packed), _bound(qkv.encode_paged
 gather_pages = _bound(qkv.gather_pages)
 linear_input, output_gradient = _bound(linear.linear_input), _bound(linear.output_gradient)
 
-cut_up = int8.cut_up if IS_HOPPER else portable_int8.cut_up
-int8_gemm_nt = int8.int8_gemm_nt if IS_HOPPER else portable_int8.int8_gemm_nt
+INT8: Any = int8 if IS_HOPPER else portable_int8
+cut_up, int8_gemm_nt = INT8.cut_up, INT8.int8_gemm_nt
 bf16_gemm_nn = PRODUCTS.bf16_gemm_nn
 bf16_gemm_tn = PRODUCTS.bf16_gemm_tn
 decode_attention = PRODUCTS.decode_attention

@@ -256,11 +256,11 @@ def test_a_nan_reaches_every_query_that_sees_it(form: Format, which: str) -> Non
         values = scales if form == "int8" else getattr(stored, which)
         where: Any = place
         if stored is case.pages:
-            page, slot = int(case.table[0, place // PAGE_TOKENS]), place % PAGE_TOKENS
-            transposed = form == "e4m3" and which == "values"
-            where = (page, slice(None), *([slice(None)] if transposed else []), slot)
+            where = (int(case.table[0, place // PAGE_TOKENS]), slice(None), place % PAGE_TOKENS)
         if form == "e4m3":
-            scales[(page, slice(None), slot) if stored is case.pages else place] = 255
+            scales[where] = 255
+        if stored is case.pages and form == "e4m3" and which == "values":
+            where = (*where[:2], slice(None), where[2])
         if values.dtype == E4M3:
             values.view(torch.uint8)[where] = 0x7F
         else:
