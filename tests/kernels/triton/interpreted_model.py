@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 
 from isobit.config.lora import LORA_TARGETS
 from isobit.config.precision import Preset
@@ -24,6 +25,7 @@ from isobit.models import policy as policy_module
 from isobit.models.config import Experts, Lora, ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import ScoredPass, Scorer
+from isobit.precision.quant_tensor import E4M3
 from isobit.records.packing import lay_end_to_end
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Prompt, SamplingParams
@@ -64,6 +66,16 @@ def _gumbel(seed, index):
     return -tl.log(-tl.log(odd.to(tl.float32) * (1.0 / (1 << 53)) * 0.999))
 
 
+_launched = interpreter.GridExecutor.__call__
+
+
+def _without_e4m3(executor: Any, *given: Any, **named: Any) -> Any:
+    """Cards before sm_89 have no kernel that takes E4M3: it is bytes."""
+    values = (*given, *named.values())
+    assert not any(isinstance(one, torch.Tensor) and one.dtype == E4M3 for one in values)
+    return _launched(executor, *given, **named)
+
+
 class Interpreted(TritonBackend):
     """On the host, whose steps are not captured and whose memory is not its own."""
 
@@ -88,6 +100,7 @@ def prepare() -> None:
         products.tiles
     )  # of few tokens too, which no bit depends on, in a tenth of the time
     sampling._gumbel = _gumbel
+    interpreter.GridExecutor.__call__ = _without_e4m3
 
 
 def policy_of(
