@@ -12,8 +12,8 @@ from isobit.kernels.backend import backend_of
 from isobit.kernels.hopper import gemm, int8, wgrad
 from isobit.kernels.hopper import grouped_gemm as hopper_experts
 from isobit.kernels.hopper.gemm import BackEnd, why_not_deep_gemm
-from isobit.kernels.triton import int8 as portable_int8
 from isobit.kernels.triton import (
+    experts,
     linear,
     pointwise,
     qkv,
@@ -21,6 +21,7 @@ from isobit.kernels.triton import (
     token_groups,
     transpose,
 )
+from isobit.kernels.triton import int8 as portable_int8
 from isobit.kernels.triton.backend import TritonBackend
 
 
@@ -58,6 +59,7 @@ transposed_weight = _bound(transpose.transposed_weight)
 transpose_experts = _bound(transpose.transpose_experts)
 add_rms_norm = _bound(pointwise.add_rms_norm)
 swiglu_input, swiglu_backward = map(_bound, (pointwise.swiglu_input, pointwise.swiglu_backward))
+swiglu_rows = _bound(experts.swiglu_rows)
 swiglu_backward_quantise = _bound(pointwise.swiglu_backward_quantise)
 encode_packed, encode_paged = _bound(qkv.encode_packed), _bound(qkv.encode_paged)
 gather_pages = _bound(qkv.gather_pages)

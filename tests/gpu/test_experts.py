@@ -25,7 +25,7 @@ from isobit.kernels.spec import linear as dense_specification
 from isobit.kernels.spec.experts import one_expert
 from isobit.kernels.spec.quantise import publish as publish_on_cpu
 from isobit.kernels.triton.dispatch import gather, make_dispatch, most_rows
-from isobit.kernels.triton.experts import choose, swiglu_rows
+from isobit.kernels.triton.experts import choose
 from isobit.kernels.triton.grouped_gemm import ExpertMatrices
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Format, ScaleKind
@@ -37,6 +37,7 @@ from tests.gpu.kernels import (
     linear_input,
     publish,
     swiglu_input,
+    swiglu_rows,
 )
 from tests.kernels.comparison import relative_error
 

@@ -18,7 +18,6 @@ from isobit.kernels.spec import quantise as specification
 from isobit.kernels.spec.experts import one_expert
 from isobit.kernels.triton import pointwise
 from isobit.kernels.triton.dispatch import gather, make_dispatch
-from isobit.kernels.triton.experts import swiglu_rows
 from isobit.kernels.triton.grouped_gemm import ExpertMatrices
 from isobit.kernels.triton.quantise import (
     publish_head,
@@ -46,6 +45,7 @@ from tests.gpu.kernels import (
     republish,
     swiglu_backward,
     swiglu_input,
+    swiglu_rows,
     transpose_experts,
     transposed_weight,
 )

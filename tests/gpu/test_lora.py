@@ -24,7 +24,7 @@ from isobit.proof.verify import VerifyOptions, verify_policy
 from isobit.starter import starter_folder
 from isobit.util.errors import MismatchError
 from tests.gpu.conftest import SHAPES
-from tests.gpu.kernels import GPU
+from tests.gpu.kernels import GPU, IS_HOPPER
 from tests.models.policies import whole_batch
 from tests.rollout.test_adapters import adapters_of, check_together
 
@@ -93,6 +93,7 @@ def test_a_row_has_the_same_bits_in_every_batch(name: str) -> None:
     assert ways == ({True, False} if name in LARGE else {True})
 
 
+@pytest.mark.skipif(not IS_HOPPER, reason="only Hopper's kernels begin early")
 @pytest.mark.parametrize("save", [False, True])
 @pytest.mark.parametrize("rows", [1, 32, 256, 1100])
 @pytest.mark.parametrize("name", LARGE)
