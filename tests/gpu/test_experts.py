@@ -9,8 +9,7 @@ import torch
 from torch.nn import functional
 
 from isobit.kernels.backend import backend_of
-from isobit.kernels.hopper.backend import HopperBackend
-from isobit.kernels.hopper.grouped_gemm import grouped_gemm_nt, suits_deep_gemm
+from isobit.kernels.hopper.grouped_gemm import suits_deep_gemm
 from isobit.kernels.operands import (
     ExpertGradients,
     LinearInput,
@@ -28,21 +27,24 @@ from isobit.kernels.spec.quantise import publish as publish_on_cpu
 from isobit.kernels.triton.dispatch import gather, make_dispatch, most_rows
 from isobit.kernels.triton.experts import choose, swiglu_rows
 from isobit.kernels.triton.grouped_gemm import ExpertMatrices
-from isobit.kernels.triton.linear import linear_input
-from isobit.kernels.triton.pointwise import swiglu_input
-from isobit.kernels.triton.quantise import publish
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Format, ScaleKind
 from isobit.proof.cases import plain_swiglu
-from tests.gpu.operands import DEEP_GEMM_AND_TRITON
+from tests.gpu.kernels import (
+    DEEP_GEMM_AND_TRITON,
+    GPU,
+    grouped_gemm_nt,
+    linear_input,
+    publish,
+    swiglu_input,
+)
 from tests.kernels.comparison import relative_error
 
-HOPPER = HopperBackend(torch.device("cuda"))
-linear, route, route_backward = HOPPER.linear, HOPPER.route, HOPPER.route_backward
+linear, route, route_backward = GPU.linear, GPU.route, GPU.route_backward
 experts, experts_saving, experts_backward = (
-    HOPPER.experts,
-    HOPPER.experts_saving,
-    HOPPER.experts_backward,
+    GPU.experts,
+    GPU.experts_saving,
+    GPU.experts_backward,
 )
 
 

@@ -152,8 +152,9 @@ def run(make: Callable[[], Policy], together: Barrier | None) -> Left:
             batches = pack_pairs(examples(step), 2048)
             metrics = trainer.update(batches, SupervisedObjective())
             assert metrics.skipped is None, metrics.skipped
-        policy.backend.synchronize()
-        return drawn, [master.detach().clone() for master in policy.masters.values()]
+        masters = [master.detach().clone() for master in policy.masters.values()]
+        policy.backend.synchronize()  # another stream compares them
+        return drawn, masters
 
 
 def masters_of(policy: Policy) -> list[list[torch.Tensor]]:

@@ -21,6 +21,7 @@ from isobit.kernels.triton import (
 )
 from isobit.kernels.triton import sizes as portable_sizes
 from isobit.kernels.triton.attention import PART
+from isobit.kernels.triton.lowering import lower_for_sm_80
 from isobit.kernels.triton.memory import (
     CapturedGraph,
     GpuMemory,
@@ -142,4 +143,5 @@ class TritonBackend:
 
 def make(device: torch.device) -> Backend:
     assert device.type == "cuda"
+    lower_for_sm_80()
     return TritonBackend(device)
