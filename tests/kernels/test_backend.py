@@ -236,6 +236,16 @@ def test_the_back_end_of_a_generation(
 
 
 @pytest.mark.usefixtures("named")
+def test_the_doctors_line_names_the_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 << 30, 24 << 30))
+    for capability, name in (((9, 0), "hopper"), ((8, 9), "triton")):
+        gpu(monkeypatch, capability)
+        line, is_worth_a_look = support("cuda").state()
+        assert f"NVIDIA Test: sm_{capability[0]}{capability[1]}, back end {name}, 20 GiB" in line
+        assert not is_worth_a_look
+
+
+@pytest.mark.usefixtures("named")
 def test_a_back_end_for_another_generation_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -248,7 +258,8 @@ def test_a_back_end_for_another_generation_is_refused_by_name(
 
 @pytest.mark.usefixtures("named")
 def test_a_process_computes_by_one_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton", reason="the kernels need Triton")
+    portable = module_of("triton", "backend")
+    monkeypatch.setattr(portable, "lower_for_sm_80", lambda: None)  # for all tests behind this one
     gpu(monkeypatch, (9, 0))
     device = torch.device("cuda")
     backend.use_back_end("triton")
