@@ -566,9 +566,9 @@ def back_end_of(device_type: str) -> str:
     return next(one for one in _BACK_ENDS[device_type] if _support(one).is_preferred())
 
 
-def support(device_type: str) -> Support:
-    """The ``Support`` of a device, without its kernels."""
-    return _support(back_end_of(device_type))
+def support(device_type: str, back_end: str = "auto") -> Support:
+    """The ``Support`` of a device, without its kernels; or of a back end, for plans alone."""
+    return _support(back_end_of(device_type) if back_end == "auto" else back_end)
 
 
 def _support(folder: str) -> Support:
