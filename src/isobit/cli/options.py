@@ -253,8 +253,9 @@ def check_new(path: Path) -> None:
     check_directory(path)
 
 
-def check_directory(path: Path) -> None:
+def check_directory(path: Path, flag: str = "--out") -> None:
     if not path.parent.is_dir():
         raise ConfigError(
-            f"--out is {str(path)!r}, but there is no directory {str(path.parent)!r}; make it first"
+            f"{flag} is {str(path)!r}, but there is no directory {str(path.parent)!r}; make it "
+            "first"
         )

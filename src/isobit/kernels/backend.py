@@ -428,8 +428,10 @@ class Backend(Protocol):
         """Operation -> the library that runs it and, where that is a fallback, why."""
         ...
 
-    def fallbacks(self) -> Sequence[str]:
-        """Lines to print once about slower libraries in use."""
+    def fallbacks(self, flow: PrecisionFlow) -> Sequence[str]:
+        """Lines to print once about what is slower here than it might be in this flow: libraries
+        that stand in for others, and products in another format than the flow's.
+        """
         ...
 
     # For proofs
@@ -508,6 +510,10 @@ class Support(Protocol):
 
     def device_model(self, device: torch.device) -> str | None:
         """The device's name; None where that is the host's processor."""
+        ...
+
+    def figures(self, device: torch.device) -> Mapping[str, str | int]:
+        """What a report says of the device; nothing of the host's processor."""
         ...
 
     def device_class(self, device: torch.device) -> str:

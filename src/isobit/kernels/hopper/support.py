@@ -7,6 +7,7 @@ from isobit.kernels.hopper import sizes as sizes  # noqa: PLC0414 (said to be pa
 from isobit.kernels.triton.support import (
     class_of,
     device_model,
+    figures,
     has_own_memory,
     is_present,
     shared_problem,
@@ -15,7 +16,7 @@ from isobit.kernels.triton.support import (
 )
 from isobit.precision.flow import LinearShape
 
-__all__ = ["device_model", "has_own_memory", "is_present", "sizes"]
+__all__ = ["device_model", "figures", "has_own_memory", "is_present", "sizes"]
 
 libraries = ("triton", "sgl-deep-gemm")
 extra = "hopper"
