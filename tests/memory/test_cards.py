@@ -87,7 +87,7 @@ def test_a_step_is_scaled_by_the_sheets() -> None:
     ("name", "back_end", "precision", "said"),
     [
         ("h200", "auto", "fp8", ""),
-        ("rtx4090", "auto", "int8", "scaled by data sheets to 1.01 TB/s, 661 TOPS in INT8 and 165"),
+        ("rtx4090", "auto", "int8", "1.01 TB/s, 661 TOPS in INT8 and 165 TFLOPS in FP16"),
         ("rtx4090", "auto", "fp8", "E4M3 count as such of FP16"),
         ("b200", "auto", "int8", "products at 0.53 of the speed of Hopper's"),
         ("h200", "triton", "int8", "products at 0.53 of the speed of Hopper's"),

@@ -240,7 +240,9 @@ class Rates:
 
     def time(self, work: Work, shape: SpeedShape, card: Card | None = None) -> float:
         """Seconds on a card; None is that of the rows."""
-        slower = {} if card is None else _slower(card, shape)
+        if card is not None and card.e4m3_as_fp16 and not shape.has_int8:
+            work = _in_fp16(work)
+        slower = {} if card is None else _slower(card)
         taken = sum(
             self.seconds.get(name, 0.0) * size * slower.get(name, 1.0)
             for name, size in work.items()
@@ -248,7 +250,13 @@ class Rates:
         return taken * self.int8 if shape.has_int8 else taken
 
 
-def _slower(card: Card, shape: SpeedShape) -> Work:
+def _in_fp16(work: Work) -> Work:
+    """The same work with products in FP16 for those in E4M3; BF16's take as long."""
+    products = work.get("products bf16", 0.0) + work.get("products e4m3", 0.0)
+    return {**work, "products bf16": products, "products e4m3": 0.0}
+
+
+def _slower(card: Card) -> Work:
     """How many times as long a unit of each kind of work takes as on the card of the rows."""
     sheet, base = card.sheet, MEASURED.sheet
     if sheet is None or base is None:
@@ -256,11 +264,9 @@ def _slower(card: Card, shape: SpeedShape) -> Work:
     portable = card.has_slower_products
     products, steps = (1 / PORTABLE_SHARE, 1 / PORTABLE_DECODE) if portable else (1.0, 1.0)
     in_16_bits = products * base.fp16 / sheet.fp16
-    as_fp16 = card.e4m3_as_fp16 and not shape.has_int8
-    in_8_bits = products * base.int8 / (sheet.fp16 if as_fp16 else sheet.int8)
     bandwidth = base.bandwidth / sheet.bandwidth
     return {
-        "products e4m3": in_8_bits,
+        "products e4m3": products * base.int8 / sheet.int8,
         "products bf16": in_16_bits,
         "attention e4m3": in_16_bits,  # whose second product is in FP16
         "attention bf16": in_16_bits,
@@ -499,7 +505,7 @@ def describe_step(step: StepTime, steps: int | None, card: Card, processes: int)
         factors = ", ".join(f"{rates.int8:.2f} ({phase})" for phase, rates in longer.items())
         notes.append(f"INT8 as FP8 times {factors}, by few rows of one shape")
     if card.name.lower() not in speed.card.lower():
-        notes.append(f"no row is of a card like this one ({card.name}){_scaled(card)}")
+        notes += _scaled(card)
     if card.has_slower_products:
         notes.append(
             f"portable kernels as on an {MEASURED.name}: products at {PORTABLE_SHARE} of the speed "
@@ -517,15 +523,17 @@ def describe_step(step: StepTime, steps: int | None, card: Card, processes: int)
     ]
 
 
-def _scaled(card: Card) -> str:
-    """What a time was scaled by."""
+def _scaled(card: Card) -> list[str]:
+    """What the time of a card without rows rests on."""
+    unlike = f"no row is of a card like this one ({card.name})"
     if (sheet := card.sheet) is None:
-        return ", whose bandwidth may be another"
+        return [f"{unlike}, whose bandwidth may be another"]
     tera = 1e12
-    return (
-        f": scaled by data sheets to {sheet.bandwidth / tera:.3g} TB/s, "
-        f"{sheet.int8 / tera:,.0f} TOPS in INT8 and {sheet.fp16 / tera:,.0f} TFLOPS in FP16"
-    )
+    return [
+        f"{unlike}: they are scaled by data sheets, to",
+        f"{sheet.bandwidth / tera:.3g} TB/s, {sheet.int8 / tera:,.0f} TOPS in INT8 and "
+        f"{sheet.fp16 / tera:,.0f} TFLOPS in FP16",
+    ]
 
 
 def _seconds(time: float) -> str:
