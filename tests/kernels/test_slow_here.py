@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from isobit.config.precision import PrecisionConfig
+from isobit.kernels.backend import name_fallbacks
 from isobit.kernels.triton.slow import slow_here, slow_on
 from isobit.memory.cards import GPUS
 from isobit.models.config import model_shape
 from isobit.models.decoder import decoder_shape
 from isobit.precision.flow import PrecisionFlow, build_flow
-from isobit.rollout import graph_runner
 
 SHAPE = decoder_shape(model_shape("qwen3-0.6b"))
 
@@ -54,6 +54,6 @@ def test_it_is_said_once_for_all_flows_where_there_is_a_card(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     backend = SimpleNamespace(fallbacks=lambda flow: slow_here(flow, cuda))
     for preset in ("fp8", "fp8-rollout", "int8"):
-        graph_runner._name_fallbacks(backend, flow(preset))  # pyright: ignore[reportArgumentType]
+        name_fallbacks(backend, flow(preset))  # pyright: ignore[reportArgumentType]
     shown = "".join(capsys.readouterr())
     assert shown.count("isobit: FP8 products run as such of FP16 on this NVIDIA GeForce") == 1

@@ -75,6 +75,8 @@ def test_a_step_is_scaled_by_the_sheets() -> None:
     here, small = time("h200"), time("rtx4090")
     assert 1979 / 660.6 < small.training / here.training < 989.4 / 165.2
     assert 1 < small.rollout / here.rollout < 5.99 / 0.9
+    narrow, wide = time("a100-40"), time("a100-80")  # of equal peaks, 1.555 and 1.935 TB/s
+    assert narrow.training == wide.training and 1.02 < narrow.rollout / wide.rollout < 1.245
     fp8 = time("rtx4090", "fp8")
     assert fp8.training / time("h200", "fp8").training > 989.4 / 165.2, "E4M3 runs as FP16"
     assert fp8.training > 1.5 * small.training

@@ -19,6 +19,7 @@ from isobit.config.load import build
 from isobit.config.precision import Preset
 from isobit.config.recipes import SftConfig
 from isobit.kernels.backend import support
+from isobit.kernels.spec.backend import SpecBackend
 from isobit.memory.sharing import DeviceSharing
 from isobit.models.folder import load_model, read_masters
 from isobit.models.policy import Policy
@@ -116,6 +117,14 @@ def test_the_directory_holds_what_the_run_did(
     printed = capsys.readouterr().out
     assert "12 examples, each seen 0.67 times; held out: 5 in held_out" in printed
     assert "accuracy 0.0% -> 0.0%" in printed
+
+
+def test_what_is_slow_is_said_where_nothing_is_generated(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(SpecBackend, "fallbacks", lambda _, flow: [f"{flow.preset} is slow here"])
+    sft(make_config(precision="fp8", training={"steps": 1}, data={"eval": {}}))
+    assert capsys.readouterr().err.count("isobit: fp8 is slow here") == 1
 
 
 def test_a_gpu_has_no_cache_where_nothing_is_generated(

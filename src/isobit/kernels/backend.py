@@ -52,6 +52,7 @@ from isobit.kernels.sizes import Sizes
 from isobit.precision.flow import Graph, LinearShape, PrecisionFlow, Site
 from isobit.precision.quant_tensor import QuantTensor, ScaleKind
 from isobit.util.errors import ConfigError
+from isobit.util.terminal import say_once
 
 
 class Backend(Protocol):
@@ -601,6 +602,12 @@ def back_end_extras() -> set[str | None]:
 def usable_devices() -> dict[str, str | None]:
     """Each type of device, the preferred first -> why this machine cannot use it, or None."""
     return {device: support(device).problem() for device in _BACK_ENDS}
+
+
+def name_fallbacks(backend: Backend, flow: PrecisionFlow) -> None:
+    """Once a process: what is slower here than it might be, and why."""
+    for line in backend.fallbacks(flow):
+        say_once(f"isobit: {line}")
 
 
 @dataclass(frozen=True, slots=True)

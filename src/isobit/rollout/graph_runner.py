@@ -29,7 +29,6 @@ a page of its own.
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
 from time import perf_counter
 from typing import Any
 
@@ -38,13 +37,12 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import backend as back_ends
-from isobit.kernels.backend import Backend, Captured
+from isobit.kernels.backend import Backend, Captured, name_fallbacks
 from isobit.kernels.operands import DecodeBatch, Drawn, Draws
 from isobit.memory.cache_size import SPECULATED_ROWS
 from isobit.models.folder import model_needs
 from isobit.models.function import SampledPolicy
 from isobit.parallel.world import Pulse
-from isobit.precision.flow import PrecisionFlow
 from isobit.rollout.draws import Ready, distinct_rows, draws_of, truncates
 from isobit.rollout.runner import DrawnToken, build_batch, empty_cache, rollout_states
 from isobit.rollout.scheduler import Plan
@@ -268,7 +266,7 @@ class GraphRunner:
         problem = back_ends.support(policy.device.type).model_problem(needs)
         if problem is not None:
             raise ConfigError(f"{problem}; use device 'cpu'")
-        _name_fallbacks(backend, policy.flow)
+        name_fallbacks(backend, policy.flow)
         self._policy, self._backend = policy, backend
         # the last page is for padding
         self._cache = empty_cache(policy, num_pages + 1)
@@ -470,17 +468,6 @@ def _with_guesses(
         guesses += [-1, *sample.draft]
         places += range(count)
     return rows, [of_rows, guesses, places]
-
-
-def _name_fallbacks(backend: Backend, flow: PrecisionFlow) -> None:
-    """Once a process: what is slower here than it might be, and why."""
-    for line in backend.fallbacks(flow):
-        _say_once(f"isobit: {line}")
-
-
-@cache
-def _say_once(line: str) -> None:
-    say(line)
 
 
 def graph_sizes(max_sequences: int) -> list[int]:

@@ -37,6 +37,7 @@ from typing import Any, Generic, TypeVar
 
 from isobit.config.recipes import Recipe, RunConfig
 from isobit.environments.pool import Environments
+from isobit.kernels.backend import name_fallbacks
 from isobit.observe.console import Console
 from isobit.observe.model_card import write_card
 from isobit.observe.run_record import read_run
@@ -196,6 +197,7 @@ def start_run(
                 start.restore(run)
             rewards = graders.describe() if graders is not None else []
         run.check_machines()
+        name_fallbacks(run.model.policy.backend, run.model.policy.flow)
         console.lines([*run.describe(), *rewards, *run.describe_crests()])
         console.notes(config.precision.notes)
         console.notes(secret_notes(config.reward))

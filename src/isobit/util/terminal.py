@@ -9,6 +9,7 @@ import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, Literal
 
 _MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EAGAIN}
@@ -75,6 +76,12 @@ class Standard:
 def say(text: str, name: Literal["stdout", "stderr"] = "stderr") -> None:
     with suppress(OSError, ValueError):
         print(text, file=getattr(sys, name), flush=True)
+
+
+@cache
+def say_once(text: str) -> None:
+    """``say`` a line once in a process."""
+    say(text)
 
 
 def hand_on(said: bytes) -> None:
