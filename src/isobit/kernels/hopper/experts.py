@@ -37,6 +37,7 @@ from isobit.kernels.hopper.grouped_gemm import (
 from isobit.kernels.hopper.sizes import MASKED_TOKENS
 from isobit.kernels.operands import (
     ExpertGradients,
+    Gate,
     LinearInput,
     LinearWeight,
     Operand,
@@ -130,7 +131,7 @@ def swiglu_rows(
 
 
 def experts(
-    x: Operand, routing: Routing, gate_up: LinearWeight, down: LinearWeight
+    x: Operand, routing: Routing, gate_up: LinearWeight, down: LinearWeight, gate: Gate = "silu"
 ) -> torch.Tensor:
     """x [T, C] as ``gate_up`` reads it -> y BF16 [T, C]."""
     tokens, num_experts = routing.logits.shape
@@ -143,7 +144,7 @@ def experts(
 
 
 def experts_saving(
-    x: LinearInput, routing: Routing, gate_up: LinearWeight, down: LinearWeight
+    x: LinearInput, routing: Routing, gate_up: LinearWeight, down: LinearWeight, gate: Gate = "silu"
 ) -> tuple[torch.Tensor, SavedExperts]:
     """The same bits, and what the backward reads; ``x.saved`` is x itself, BF16 [T, C]."""
     assert isinstance(x.saved, torch.Tensor)
@@ -200,6 +201,7 @@ def experts_backward(
     gate_up: LinearWeight,
     down: LinearWeight,
     grads: ExpertGradients,
+    gate: Gate = "silu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dy BF16 [T, C] -> dx BF16 [T, C], and the gradient of the routing's weights, FP32 [T, k]."""
     dispatch, num_experts = saved.dispatch, routing.logits.shape[1]
@@ -301,7 +303,13 @@ def choose(logits: torch.Tensor, top_k: int, renormalise: bool) -> Routing:
     return Routing(experts, weights, logits)
 
 
-def route(x: torch.Tensor, router: torch.Tensor, top_k: int, renormalise: bool) -> Routing:
+def route(
+    x: torch.Tensor,
+    router: torch.Tensor,
+    top_k: int,
+    renormalise: bool,
+    bias: torch.Tensor | None = None,
+) -> Routing:
     """x BF16 [T, C], the published router BF16 [E, C] -> the choice."""
     return choose(bf16_gemm_nt(x, router, torch.float32), top_k, renormalise)
 
@@ -344,6 +352,7 @@ def route_backward(
     renormalise: bool,
     loss: RouterLoss | None,
     grad: torch.Tensor,
+    bias_grad: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """d_weights FP32 [T, k], x BF16 [T, C] -> the gradient of x, BF16; adds to grad, FP32 [E, C].
     Both products are in FP32: they are small.
