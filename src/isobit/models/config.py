@@ -233,6 +233,12 @@ class ModelConfig:
         """``rms_epsilon`` of the norms of that stream."""
         return self.rms_epsilon / self.multipliers.residual**2
 
+    @property
+    def stacks_experts(self) -> bool:
+        """Whether folders have all experts of a layer in one tensor."""
+        names = FAMILIES[self.family].experts
+        return self.experts is not None and names is not None and names.is_stacked
+
     def window(self, layer: int) -> int | None:
         """The number of keys that a layer's query sees, including its own; None: all before it."""
         has_window = layer >= self.full_layers and layer not in self.windowless_layers
