@@ -300,10 +300,12 @@ class Backend(Protocol):
         routing: Routing,
         gate_up: LinearWeight,
         down: LinearWeight,
-        grads: ExpertGradients,
+        grads: ExpertGradients | None,
         gate: Gate = "silu",
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """dy [T, C] -> dx [T, C], and the gradient of the routing's weights, FP32 [T, k]."""
+        """dy [T, C] -> dx [T, C], and the gradient of the routing's weights, FP32 [T, k]. None for
+        frozen experts.
+        """
         ...
 
     def route_backward(
@@ -314,11 +316,12 @@ class Backend(Protocol):
         router: torch.Tensor,
         renormalise: bool,
         loss: RouterLoss | None,
-        grad: torch.Tensor,
+        grad: torch.Tensor | None,
         bias_grad: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The gradient of the weights FP32 [T, k], and of the router's own losses -> that of x [T,
-        C]; grad [E, C] and bias_grad [E].  The choice of experts has no gradient.
+        C]; grad [E, C] and bias_grad [E], None for a frozen router.  The choice of experts has no
+        gradient.
         """
         ...
 
@@ -513,6 +516,7 @@ class ModelNeeds:
     preset: str
     linears: tuple[LinearShape, ...] = ()  # each shape once
     gate: Gate = "silu"
+    has_frozen_experts: bool = False
 
 
 class Support(Protocol):

@@ -148,11 +148,10 @@ class ModelConfig:
                 f"LoRA does not train a {self.family} model, whose q, k and v are one matrix, and "
                 "gate and up another; leave [lora] out, or take a model of another family"
             )
-        if self.experts is not None:
+        if self.experts is not None and {"gate_proj", "up_proj", "down_proj"} & {*lora.targets}:
             raise ModelError(
-                f"LoRA does not train a {self.family} model: adapters of a mixture of experts are "
-                "not supported, neither those of its experts nor those of its attention alone; "
-                "leave [lora] out, or take a dense model"
+                f"LoRA does not train the experts of a {self.family} model, only its attention; "
+                "set lora.targets to q_proj, k_proj, v_proj and o_proj, or some of them"
             )
         if self.score_head:
             raise ModelError(

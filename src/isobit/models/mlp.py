@@ -282,7 +282,7 @@ class MixtureOfExperts:
         self.router = f"{path}.router"
         self._router_name = f"{checkpoint}.{names.router}"
         self._gate: Gate = FAMILIES[config.family].gate
-        self._has_biases = config.has_biases
+        self._has_biases, self._is_frozen = config.has_biases, config.lora is not None
         every = [f"experts.{index}" for index in range(experts.count)]
         gate_up = {f"{one}.{half}": width for one in every for half in (names.gate, names.up)}
         down = {f"{one}.{names.down}": hidden for one in every}
@@ -343,8 +343,11 @@ class MixtureOfExperts:
         routes: Routes | None,
     ) -> torch.Tensor:
         router, paths = f"{self.router}.weight", (self._gate_up.path, self._down.path)
-        kinds = ("weight", "bias") if self._has_biases else ("weight",)
-        gradients = ExpertGradients(*(gradient(f"{p}.{kind}") for kind in kinds for p in paths))
+        gradients = None
+        if not self._is_frozen:
+            kinds = ("weight", "bias") if self._has_biases else ("weight",)
+            gradients = ExpertGradients(*(gradient(f"{p}.{kind}") for kind in kinds for p in paths))
+        has_bias = self._has_biases and not self._is_frozen
         d_b, d_weights = weights.backend.experts_backward(
             d, saved.experts, saved.routing, *self._linears(weights), gradients, self._gate
         )
@@ -355,8 +358,8 @@ class MixtureOfExperts:
             weights.plain[router],
             self._experts.renormalise,
             None if routes is None else routes.loss_to_learn,
-            gradient(router),
-            gradient(f"{self.router}.bias") if self._has_biases else None,
+            None if self._is_frozen else gradient(router),
+            gradient(f"{self.router}.bias") if has_bias else None,
         )
         return self._norm.backward(weights, gradient, d_b, saved.h, d)
 

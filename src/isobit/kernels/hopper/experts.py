@@ -200,10 +200,11 @@ def experts_backward(
     routing: Routing,
     gate_up: LinearWeight,
     down: LinearWeight,
-    grads: ExpertGradients,
+    grads: ExpertGradients | None,
     gate: Gate = "silu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dy BF16 [T, C] -> dx BF16 [T, C], and the gradient of the routing's weights, FP32 [T, k]."""
+    assert grads is not None, "support.model_problem refuses frozen experts"
     dispatch, num_experts = saved.dispatch, routing.logits.shape[1]
     wide, narrow = (expert_site(weight, num_experts) for weight in (gate_up, down))
     d_outputs, d_weights = _weigh(dy, saved.outputs, dispatch, routing.weights)
@@ -351,7 +352,7 @@ def route_backward(
     router: torch.Tensor,
     renormalise: bool,
     loss: RouterLoss | None,
-    grad: torch.Tensor,
+    grad: torch.Tensor | None,
     bias_grad: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """d_weights FP32 [T, k], x BF16 [T, C] -> the gradient of x, BF16; adds to grad, FP32 [E, C].
@@ -366,5 +367,6 @@ def route_backward(
     )  # fmt: skip
     if loss is not None:
         d_logits += logit_gradient(routing, loss)
-    grad += torch.mm(d_logits.t(), x.float())  # one finished sum, however cuBLAS cuts it
+    if grad is not None:
+        grad += torch.mm(d_logits.t(), x.float())  # one finished sum, however cuBLAS cuts it
     return torch.mm(d_logits, router.float()).to(x.dtype)

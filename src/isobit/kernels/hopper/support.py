@@ -81,6 +81,8 @@ def model_problem(needs: ModelNeeds) -> str | None:
         return "precision 'fp32' is the CPU's reference"
     if needs.gate in _NOT_BUILT:
         return f"{_NOT_BUILT[needs.gate]}, and the kernels on the GPU compute SiLU (SwiGLU) alone"
+    if needs.has_frozen_experts:
+        return "LoRA on a model with experts is computed on CPUs alone"
     if needs.preset != "bf16":
         for linear in needs.linears:
             if (why_not := linear_problem(linear)) is not None:

@@ -95,7 +95,7 @@ def route_backward(
     router: torch.Tensor,
     renormalise: bool,
     loss: RouterLoss | None,
-    grad: torch.Tensor,
+    grad: torch.Tensor | None,
     bias_grad: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The gradients of the weights, FP32 [T, k], and of the losses -> that of x [T, C]; adds the
@@ -111,7 +111,8 @@ def route_backward(
         d_logits = p * (d_p - (p * d_p).sum(-1, keepdim=True))
     if loss is not None:
         d_logits = d_logits + logit_gradient(routing, loss)
-    grad.add_(d_logits.t() @ x.float())
+    if grad is not None:
+        grad.add_(d_logits.t() @ x.float())
     if bias_grad is not None:
         bias_grad.add_(d_logits.sum(0))
     return (d_logits @ router.float()).to(x.dtype)
@@ -184,7 +185,7 @@ def experts_backward(
     routing: Routing,
     gate_up: LinearWeight,
     down: LinearWeight,
-    grads: ExpertGradients,
+    grads: ExpertGradients | None,
     gate: Gate = "silu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dy [T, C] -> dx [T, C], and the gradient of the routing's weights, FP32 [T, k]."""
@@ -194,15 +195,17 @@ def experts_backward(
     for expert, made in zip(chosen, saved.gate_up, strict=True):
         d_output = (weights[expert.choices, None] * dy[expert.tokens].float()).to(dy.dtype)
         d = output_gradient(d_output, expert.down.site)
-        activation = swiglu_saved(made, expert.down.site, gate)
-        wgrad(d.tokens, activation, grads.down[expert.down_rows], expert.down.site)
+        if grads is not None:
+            activation = swiglu_saved(made, expert.down.site, gate)
+            wgrad(d.tokens, activation, grads.down[expert.down_rows], expert.down.site)
         d_made = swiglu_gradient(dgrad(d.rows, expert.down), made, gate)
         d = output_gradient(d_made, expert.gate_up.site)
-        if grads.gate_up_bias is not None and grads.down_bias is not None:
-            grads.gate_up_bias[expert.gate_up_rows] += d_made.float().sum(0)
-            grads.down_bias[expert.down_rows] += d_output.float().sum(0)
-        x = input_saved(saved.x[expert.tokens], expert.gate_up.site)
-        wgrad(d.tokens, x, grads.gate_up[expert.gate_up_rows], expert.gate_up.site)
+        if grads is not None:
+            x = input_saved(saved.x[expert.tokens], expert.gate_up.site)
+            wgrad(d.tokens, x, grads.gate_up[expert.gate_up_rows], expert.gate_up.site)
+            if grads.gate_up_bias is not None and grads.down_bias is not None:
+                grads.gate_up_bias[expert.gate_up_rows] += d_made.float().sum(0)
+                grads.down_bias[expert.down_rows] += d_output.float().sum(0)
         d_inputs[expert.choices] = dgrad(d.rows, expert.gate_up)
     d_weights = row_sum(dy.float()[:, None] * saved.outputs.float())[..., 0]
     d_x = sum_of_ranks(d_inputs.view_as(saved.outputs).float())[:, 0]
