@@ -16,6 +16,7 @@ from isobit.kernels.spec.backend import SpecBackend
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.proof.bisect import bisect_policy, describe_bisect
+from isobit.proof.scenarios import tied_routers
 from isobit.proof.verify import VerifyOptions, verify_policy
 
 CONFIG = ModelConfig(
@@ -39,7 +40,7 @@ def make(
         for name, master in policy.masters.items():
             if name.endswith("proj.weight"):
                 master.mul_(4)
-            if name.endswith(("proj.bias", "sinks")):
+            if name.endswith(("bias", "sinks")):
                 master.copy_(4 * torch.randn(len(master)))
             if name.endswith("router.weight"):
                 master.mul_(4)
@@ -86,6 +87,16 @@ def test_exact_flows_route_alike(preset: Preset, config: ModelConfig) -> None:
     assert not counts.differs
     assert counts.routings_compared == counts.tokens_compared > 0 == counts.routings_differing
     assert result.as_json()["routings_differing"] == 0
+
+
+def test_tied_routers_have_tied_biases() -> None:
+    policy = make(config=GPT_OSS)
+    plain, tied = policy.weights("training").plain, "layers.0.router.bias"
+    before = plain[tied]
+    with tied_routers(policy):
+        groups = plain[tied].view(2, 3), plain["layers.0.router.weight"].view(2, 3, -1)
+        assert all(torch.equal(one, one[:, :1].expand_as(one)) for one in groups)
+    assert plain[tied] is before and len(before.unique()) == 6
 
 
 @pytest.mark.usefixtures("one_scenario")
