@@ -18,8 +18,10 @@ from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import save_policy
 from isobit.models.stacked import dequantised
 from isobit.observe.inspection import inspect_folder
+from isobit.parallel.world import ALONE, World
 from isobit.util.errors import ConfigError, ModelError
 from tests.models.policies import disturbed, logits_of
+from tests.worlds import in_world
 
 CONFIG = ModelConfig(
     *("gpt_oss", 64, 64, 96, 2, 4, 2, 16, 128, 1e-5, 1.5e5, False),
@@ -63,6 +65,22 @@ def test_a_folder_goes_to_transformers_and_back(policy: Policy, tmp_path: Path) 
     AutoModelForCausalLM.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
     again = load_policy(tmp_path / "theirs", PrecisionConfig(preset="fp32"))
     assert all(torch.equal(again.masters[n], one) for n, one in loaded.masters.items())
+
+
+def save_as(world: World, folder: str) -> None:
+    policy = random_policy(CONFIG, PrecisionConfig(preset="fp32"), seed=0, world=world)
+    save_policy(policy, Path(folder), limit=100_000)
+
+
+@pytest.mark.exhaustive
+def test_several_processes_write_the_folder_of_one(tmp_path: Path) -> None:
+    """Which gather its masters in the order in which rank 0 writes their stacks."""
+    save_as(ALONE, str(tmp_path / "one"))
+    in_world(3, "tests.models.test_stacked:save_as", str(tmp_path / "three"))
+    names = sorted(one.name for one in (tmp_path / "one").iterdir())
+    assert len(names) > 4 and names == sorted(one.name for one in (tmp_path / "three").iterdir())
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "three" / name).read_bytes()
 
 
 def files(folder: Path) -> Path:
