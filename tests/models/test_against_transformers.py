@@ -356,6 +356,28 @@ def test_gemma_in_bf16_scales_embeddings_and_norms_as_they_do() -> None:
     assert torch.equal(dict(published_tensors(policy))[f"model.{name}"], weight)
 
 
+def test_gpt_oss_in_bf16_is_as_near_as_theirs() -> None:
+    """To FP32, with every expert chosen, so that rounding decides no route."""
+    from transformers import AutoConfig
+
+    hf_config = AutoConfig.for_model(
+        "gpt_oss", vocab_size=128, hidden_size=96, intermediate_size=72, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=256,
+        sliding_window=16, num_local_experts=3, num_experts_per_tok=3, initializer_range=0.1,
+        attn_implementation="eager", experts_implementation="eager", pad_token_id=None,
+    )  # fmt: skip
+    model = random_model(hf_config, 0)
+    model.bfloat16().float()
+    policy, ids = as_policy(model), torch.randint(0, 128, (90,))
+    rounded = Policy(policy.config, PrecisionConfig(preset="bf16"), policy.masters)
+    hidden = PackedPass(rounded, ids, torch.arange(90), (90,), recompute="none").forward()
+    ours = rounded.decoder.lm_head.logits(rounded.weights("training"), hidden)
+    with torch.no_grad():
+        exact = model(ids[None]).logits[0]
+        others = model.bfloat16()(ids[None]).logits[0].float()
+    assert (ours - exact).norm() <= (others - exact).norm() <= 0.02 * exact.norm()
+
+
 def check_engine(hf_config: "PreTrainedConfig", seed: int) -> None:
     """Over the pages of the KV cache: each token is theirs after the same tokens before it."""
     model = random_model(hf_config, seed)
