@@ -7,7 +7,6 @@ import torch
 
 from isobit.kernels.backend import ModelNeeds
 from isobit.kernels.hopper import sizes as sizes  # noqa: PLC0414 (said to be part of this module)
-from isobit.kernels.operands import Gate
 from isobit.kernels.triton.heads import heads_problem
 from isobit.precision.flow import LinearShape
 
@@ -23,11 +22,6 @@ _HOPPER = 9
 HEAD_SIZES = (64, 128)
 K_MULTIPLE, N_MULTIPLE = 16, 8
 """Divisors of an FP8 linear's sizes: the copy engine reads rows of whole 16 bytes."""
-
-_NOT_BUILT: dict[Gate, str] = {
-    "gelu_tanh": "the model's MLP has GELU (GeGLU)",
-    "clamped_silu": "the model has a clamped SwiGLU, sinks, and biases of all linears",
-}
 
 
 def device_model(device: torch.device) -> str | None:
@@ -79,8 +73,10 @@ def problem() -> str | None:
 def model_problem(needs: ModelNeeds) -> str | None:
     if needs.preset == "fp32":
         return "precision 'fp32' is the CPU's reference"
-    if needs.gate in _NOT_BUILT:
-        return f"{_NOT_BUILT[needs.gate]}, and the kernels on the GPU compute SiLU (SwiGLU) alone"
+    if needs.gate != "silu":
+        what = "a clamped SwiGLU, sinks, and biases of all linears"
+        what = "an MLP with GELU (GeGLU)" if needs.gate == "gelu_tanh" else what
+        return f"the model has {what}, and the kernels on the GPU compute SiLU (SwiGLU) alone"
     if needs.has_frozen_experts:
         return "LoRA on a model with experts is computed on CPUs alone"
     if needs.preset != "bf16":
