@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cases import precision_of
-from isobit.kernels.backend import DeviceMemory, backend_of, support
+from isobit.kernels.backend import DeviceMemory, back_end_of, backend_of, support, use_back_end
 from isobit.memory.device import DevicePlanner
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import decoder_shape
@@ -72,10 +72,12 @@ def printed(row: "Row") -> "Row":
 
 
 def versions() -> dict[str, str]:
-    """The versions that every row depends on."""
+    """The versions that every row depends on, and a back end that is not Hopper's."""
     import triton
 
-    return {"torch": torch.__version__, "triton": triton.__version__}
+    back_end = back_end_of("cuda")
+    other = {} if back_end == "hopper" else {"back_end": back_end}
+    return {"torch": torch.__version__, "triton": triton.__version__} | other
 
 
 CARD = "cuda"
@@ -211,6 +213,7 @@ class Commands:
             command.add_argument("--shape", default="qwen3-8b")
         if out:
             command.add_argument("--out", type=Path, required=True)
+        command.add_argument("--back-end", choices=("auto", "hopper", "triton"), default="auto")
         command.set_defaults(run=run)
         return command
 
@@ -243,6 +246,7 @@ def run_command(parser: argparse.ArgumentParser) -> int:
     """Run what the arguments ask for; -> the exit code."""
     arguments = parser.parse_args()
     try:
+        use_back_end(getattr(arguments, "back_end", "auto"))
         arguments.run(arguments)
     except IsobitError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import kernel_times, make_parser, measure_card, write_json
-from isobit.kernels.hopper.experts import experts, experts_backward, experts_saving, route
+from isobit.kernels.hopper.backend import HopperBackend
 from isobit.kernels.operands import ExpertGradients, LinearInput, LinearWeight
 from isobit.kernels.triton.linear import linear_input
 from isobit.kernels.triton.quantise import publish
@@ -22,6 +22,7 @@ from isobit.models.config import Experts, ModelConfig, model_shape
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Format
 
+HOPPER = HopperBackend(torch.device("cuda"))
 FORMATS: tuple[Format, ...] = ("e4m3", "bf16")
 LAYERS, REPEATS, MOST_TRAINED = 3, 5, 16384
 
@@ -62,7 +63,7 @@ def make_work(config: ModelConfig, experts_of: Experts, format: Format, tokens: 
     def forward() -> None:
         for gate_up, down in layers:
             read = linear_input(x, gate_up.site).read
-            experts(read, route(x, router, *shape), gate_up, down)
+            HOPPER.experts(read, HOPPER.route(x, router, *shape), gate_up, down)
 
     if tokens < 1024 or tokens > MOST_TRAINED:
         return [forward]
@@ -74,9 +75,9 @@ def make_work(config: ModelConfig, experts_of: Experts, format: Format, tokens: 
     def training() -> None:
         for gate_up, down in layers:
             read = LinearInput(linear_input(x, gate_up.site).read, x)
-            routing = route(x, router, *shape)
-            y, saved = experts_saving(read, routing, gate_up, down)
-            experts_backward(y, saved, routing, gate_up, down, grads)
+            routing = HOPPER.route(x, router, *shape)
+            y, saved = HOPPER.experts_saving(read, routing, gate_up, down)
+            HOPPER.experts_backward(y, saved, routing, gate_up, down, grads)
 
     return [forward, training]
 

@@ -68,13 +68,13 @@ PROFILED = 32
 PARTS = ("publish", "linears", "decode", "step")
 LAYERS = 4
 OTHERWISE: dict[str, dict[str, Any]] = {
-    "in order": {"_OVERLAPS": False},
-    "in order, summed first": {"_OVERLAPS": False, "_sums_first": lambda *_: True},
+    "in order": {"overlaps": False},
+    "in order, summed first": {"overlaps": False, "_sums_first": lambda *_: True},
     "summed first": {"_sums_first": lambda *_: True},
     "summed by each": {"_sums_first": lambda *_: False},
 }
-"""What these ways set in the module of the kernels: none begins before the last one ended; the
-parts of x A^T are summed by a kernel of its own, or by every program that adds to y.
+"""What these ways set in the products or in the module of the kernels: none begins before the last
+one ended; the parts of x A^T are summed by a kernel of its own, or by every program that adds to y.
 """
 TINY = ModelConfig("qwen3", 512, 256, 512, 2, 4, 2, 64, 256, 1e-6, 1e4, False)
 
@@ -304,14 +304,18 @@ class _Products:
 
 @contextmanager
 def kernels_with(values: Mapping[str, Any]) -> Iterator[None]:
-    """Values of names in the module of the kernels, which needs Triton."""
-    kernels = importlib.import_module("isobit.kernels.hopper.linear")
-    own = {name: getattr(kernels, name) for name in values}
-    vars(kernels).update(values)
+    """Values of names in the products or in the module of the kernels, which needs Triton."""
+    products = importlib.import_module("isobit.kernels.hopper.products").HopperProducts
+    kernels = importlib.import_module("isobit.kernels.triton.linear")
+    owners = {name: products if hasattr(products, name) else kernels for name in values}
+    own = {name: getattr(owner, name) for name, owner in owners.items()}
+    for name, value in values.items():
+        setattr(owners[name], name, value)
     try:
         yield
     finally:
-        vars(kernels).update(own)
+        for name, value in own.items():
+            setattr(owners[name], name, value)
 
 
 def step(rank: int, sizes: Sizes, mode: str, device: str, recompute: Any, tokens: int) -> Row:

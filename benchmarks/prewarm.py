@@ -14,9 +14,10 @@ import sys
 import torch
 
 from benchmarks.experts import expert_sites
-from isobit.kernels.hopper.experts import choose, experts
+from isobit.kernels.hopper.backend import HopperBackend
 from isobit.kernels.hopper.gemm import bf16_gemm_nt, fp8_gemm_nt
 from isobit.kernels.operands import LinearWeight
+from isobit.kernels.triton.experts import choose
 from isobit.kernels.triton.linear import linear_input
 from isobit.kernels.triton.quantise import QuantRows
 from isobit.models.config import ModelConfig, model_shape
@@ -88,7 +89,7 @@ def multiply_experts(
     scores = torch.randn(tokens, shape.count, device=device)
     routing = choose(scores, shape.top_k, shape.renormalise)
     x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=device)
-    experts(linear_input(x, gate_up.site).read, routing, gate_up, down)
+    HopperBackend(x.device).experts(linear_input(x, gate_up.site).read, routing, gate_up, down)
 
 
 if __name__ == "__main__":

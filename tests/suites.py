@@ -35,6 +35,9 @@ def examples(count: int) -> int:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="whole grids, kills and soaks too")
     parser.addoption("--rest", action="store_true", help="whole grids, kills and soaks alone")
+    parser.addoption(
+        "--back-end", choices=("hopper", "triton"), default="hopper", help="of tests/gpu"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -42,6 +42,7 @@ from isobit.environments.python_environments import (
     is_environment,
     takes_environments,
 )
+from isobit.kernels.backend import use_back_end
 from isobit.models.folder import model_folder
 from isobit.observe.evaluation import EvalResult
 from isobit.observe.flow_choice import Comparison
@@ -152,9 +153,9 @@ def generate(
     """Complete a prompt, or each of several, ``samples`` times: ``generate("starter", "3+8+2+9=",
     precision="int8", max_new_tokens=24)``.  A prompt is text or a list of chat messages.
 
-    ``settings`` are the key device, keys of the tables precision and rollout, and those of rollout
-    by themselves.  One sample is greedy and several are drawn at temperature 1, unless they say
-    otherwise.  Raises what ``isobit.commands.rollout.rollout_folder`` raises.
+    ``settings`` are the keys device and back_end, keys of the tables precision and rollout, and
+    those of rollout by themselves.  One sample is greedy and several are drawn at temperature 1,
+    unless they say otherwise.  Raises what ``isobit.commands.rollout.rollout_folder`` raises.
     """
     flat = {f"rollout.{key}": settings.pop(key) for key in _SAMPLING & settings.keys()}
     with _configured(GenerationConfig, {}, settings | flat) as config:
@@ -168,10 +169,11 @@ def verify(
     """Compare sampled and trained log-probabilities of a model folder, bit for bit:
     ``verify("starter", precision="int8")``.
 
-    ``settings`` are the key device and keys of the table precision.  Raises what
+    ``settings`` are the keys device and back_end and those of the table precision.  Raises what
     ``isobit.proof.verify.verify`` raises.
     """
     with _configured(VerifyConfig, {}, settings) as config:
+        use_back_end(config.back_end)
         precision, device = config.precision, config.device
         return verification.verify(model_folder(model), precision, options, device=device)
 

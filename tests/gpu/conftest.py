@@ -1,5 +1,5 @@
-"""Small models whose shapes use every kernel, on the GPU.  Without a Hopper GPU no file of this
-folder is imported.
+"""Small models whose shapes use every kernel, on the GPU.  Without a GPU that the back end takes
+(``--back-end``, by default Hopper's) no file of this folder is imported.
 """
 
 import gc
@@ -13,7 +13,9 @@ import pytest
 import torch
 from filelock import FileLock
 
+from isobit.config.base import BackEnd
 from isobit.config.precision import PrecisionConfig, Preset
+from isobit.kernels.backend import use_back_end
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.precision.quant_tensor import ScaleKind
@@ -34,7 +36,17 @@ SHAPES = {
 }
 
 
-HAS_CARD = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+def pytest_configure(config: pytest.Config) -> None:
+    if has_card(config):
+        name: BackEnd = config.getoption("back_end")  # pyright: ignore[reportAssignmentType]
+        use_back_end(name)
+
+
+def has_card(config: pytest.Config) -> bool:
+    if not torch.cuda.is_available():
+        return False
+    major = torch.cuda.get_device_capability()[0]
+    return major == 9 if config.getoption("back_end") == "hopper" else major >= 8
 
 
 class SkippedFile(pytest.Module):
@@ -42,14 +54,16 @@ class SkippedFile(pytest.Module):
 
     def collect(self) -> Any:
         """Raises pytest's Skipped before the file is imported, whose kernels may need Triton."""
-        pytest.skip("needs a Hopper GPU")
+        pytest.skip("needs a GPU that the back end takes")
 
 
 def pytest_pycollect_makemodule(
     module_path: Path, parent: pytest.Collector
 ) -> pytest.Module | None:
     """pytest's own reading of a file where there is a card (None)."""
-    return None if HAS_CARD else SkippedFile.from_parent(parent, path=module_path)
+    if has_card(parent.config):
+        return None
+    return SkippedFile.from_parent(parent, path=module_path)
 
 
 GIB_PER_WORKER = 6

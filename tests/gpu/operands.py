@@ -2,22 +2,16 @@
 the specification's bytes.
 """
 
-from typing import Literal
-
 import torch
 
-from isobit.kernels.hopper.gemm import BackEnd, why_not_deep_gemm
 from isobit.kernels.spec import quantise as specification
 from isobit.kernels.triton.device_functions import padded_size
-from isobit.kernels.triton.quantise import QuantRows, publish_blocks
+from isobit.kernels.triton.quantise import QuantRows
 from isobit.precision.quant_tensor import BLOCK, QuantTensor, ScaleKind, block_sizes
+from tests.gpu.kernels import publish_blocks
 from tests.kernels.comparison import bits
 
 KINDS: list[ScaleKind] = ["power_of_two", "fp32"]
-DEEP_GEMM_AND_TRITON: list[Literal["deep_gemm", "triton"]] = (
-    ["triton"] if why_not_deep_gemm() else ["deep_gemm", "triton"]
-)
-BACK_ENDS: list[BackEnd] = [*DEEP_GEMM_AND_TRITON, "scaled_mm"]
 TENSOR_CORE = 2e-3  # of a norm: FP8 tensor cores keep 14 bits within a group
 BF16_ROUNDING = 3e-3  # 1.7e-3, and the above
 MATRICES = [

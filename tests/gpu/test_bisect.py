@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.kernels.hopper import attend, head, linear
+from isobit.kernels.triton import attend, pointwise, sampling
 from isobit.kernels.triton import linear as operands
-from isobit.kernels.triton import pointwise, sampling
 from isobit.kernels.triton.attention import PagedKeys
 from isobit.kernels.triton.qkv import Queries
 from isobit.kernels.triton.quantise import QuantRows
@@ -18,6 +17,7 @@ from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.proof.bisect import trace_scenario
 from isobit.proof.scenarios import build_workload, engine_scenarios
+from tests.gpu.kernels import PRODUCTS
 from tests.proof.where import Side, Where, followed
 
 MakePolicy = Callable[..., Policy]
@@ -67,7 +67,7 @@ FAULTS: dict[str, tuple[Any, Any, int, Callable[[Any], torch.Tensor], str, str]]
         "layers.1.qkv_proj.input",
         "quantiser",
     ),
-    "GEMM": (linear, "fp8_gemm_nt", 1, itself, "layers.1.o_proj", "GEMM"),
+    "GEMM": (PRODUCTS, "fp8_gemm_nt", 1, itself, "layers.1.o_proj", "GEMM"),
     "quantise": (operands, "quantise_rows", 0, itself, "layers.1.o_proj.input", "quantiser"),
     "SwiGLU": (pointwise, "swiglu_quantise", 0, itself, "layers.1.down_proj.input", "quantiser"),
     "encode": (
@@ -78,8 +78,8 @@ FAULTS: dict[str, tuple[Any, Any, int, Callable[[Any], torch.Tensor], str, str]]
         "layers.1.attention.q",
         "quantiser",
     ),
-    "prefill": (PAIR, "prefill_attention", 0, first, "layers.1.attention", "attention"),
-    "head": (head, "bf16_gemm_nt", 0, itself, "lm_head", "head"),
+    "prefill": (PRODUCTS, "prefill_attention", 0, first, "layers.1.attention", "attention"),
+    "head": (PRODUCTS, "bf16_gemm_nt", 0, itself, "lm_head", "head"),
 }
 """By kernel: whose function (of each side), which of its calls in the layer, what of its result,
 the site, and the kind of operation.
@@ -122,7 +122,7 @@ def test_the_kernel_is_named(
 def test_decode_attention_is_named(
     where: Where, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact = attend.decode_attention
+    exact = PRODUCTS.decode_attention
 
     def planted(*arguments: Any) -> Any:
         result = exact(*arguments)
@@ -130,7 +130,7 @@ def test_decode_attention_is_named(
             nudge(result[0])
         return result
 
-    monkeypatch.setattr(attend, "decode_attention", planted)
+    monkeypatch.setattr(PRODUCTS, "decode_attention", planted)
     parting = trace(make_policy, "roomy")
     assert parting is not None and parting.difference.site == "layers.1.attention"
 
@@ -141,9 +141,9 @@ def test_a_page_write_is_named(
     exact = attend.encode_paged
 
     def planted(
-        qkv: Any, transform: Any, positions: Any, slots: torch.Tensor, pages: PagedKeys
+        qkv: Any, transform: Any, positions: Any, slots: torch.Tensor, pages: PagedKeys, *more: Any
     ) -> Any:
-        result = exact(qkv, transform, positions, slots, pages)
+        result = exact(qkv, transform, positions, slots, pages, *more)
         if where.layer == LAYER:
             page, offset = divmod(int(slots[0]), 128)
             assert pages.value_scales is not None

@@ -136,7 +136,7 @@ def test_the_engines_own_guesses_are_accepted_where_answers_repeat(
     later = [replace(one, visit=1) for one in wanted]
     expected = drawn(policy, wanted), drawn(policy, later)
     engine = NativeEngine(policy, RolloutConfig(speculation=7), None, seed=0)
-    engine._executor.wait_s = 0.0
+    engine._executor.wait_s = engine._executor.host_s = 0.0
     assert generate(engine, wanted) == expected[0]
     assert generate(engine, later) == expected[1]
     stats = engine.stats

@@ -9,17 +9,7 @@ import torch
 from torch.nn import functional
 
 from isobit.kernels.backend import backend_of
-from isobit.kernels.hopper.experts import (
-    choose,
-    experts,
-    experts_backward,
-    experts_saving,
-    route,
-    route_backward,
-    swiglu_rows,
-)
-from isobit.kernels.hopper.grouped_gemm import grouped_gemm_nt, suits_deep_gemm
-from isobit.kernels.hopper.linear import linear
+from isobit.kernels.hopper.grouped_gemm import suits_deep_gemm
 from isobit.kernels.operands import (
     ExpertGradients,
     LinearInput,
@@ -35,15 +25,28 @@ from isobit.kernels.spec import linear as dense_specification
 from isobit.kernels.spec.experts import one_expert
 from isobit.kernels.spec.quantise import publish as publish_on_cpu
 from isobit.kernels.triton.dispatch import gather, make_dispatch, most_rows
+from isobit.kernels.triton.experts import choose
 from isobit.kernels.triton.grouped_gemm import ExpertMatrices
-from isobit.kernels.triton.linear import linear_input
-from isobit.kernels.triton.pointwise import swiglu_input
-from isobit.kernels.triton.quantise import publish
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Format, ScaleKind
 from isobit.proof.cases import plain_swiglu
-from tests.gpu.operands import DEEP_GEMM_AND_TRITON
+from tests.gpu.kernels import (
+    DEEP_GEMM_AND_TRITON,
+    GPU,
+    grouped_gemm_nt,
+    linear_input,
+    publish,
+    swiglu_input,
+    swiglu_rows,
+)
 from tests.kernels.comparison import relative_error
+
+linear, route, route_backward = GPU.linear, GPU.route, GPU.route_backward
+experts, experts_saving, experts_backward = (
+    GPU.experts,
+    GPU.experts_saving,
+    GPU.experts_backward,
+)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isobit.kernels.backend import backend_of
-from isobit.kernels.hopper import head
+from isobit.kernels.triton import head
 from tests.finished_sums import SMALL, WHOLE, Case, Size, others
 
 LARGE = Size(8192, 4096, (32, 8, 128), 20_000, (16, 4, 768))

@@ -7,20 +7,19 @@ from typing import Literal
 import pytest
 import torch
 
-from isobit.kernels.hopper.gemm import BackEnd, bf16_gemm_nt, fp8_gemm_nt
+from isobit.kernels.hopper.gemm import BackEnd
 from isobit.kernels.spec import quantise as specification
 from isobit.kernels.spec.linear import fp8_gemm_nt as gemm_specification
-from isobit.kernels.triton.quantise import publish_blocks, quantise_rows
 from isobit.precision.quant_tensor import QuantTensor, ScaleKind
-from tests.gpu.operands import (
+from tests.gpu.kernels import (
     BACK_ENDS,
-    BF16_ROUNDING,
     DEEP_GEMM_AND_TRITON,
-    KINDS,
-    MATRICES,
-    bf16,
-    published,
+    bf16_gemm_nt,
+    fp8_gemm_nt,
+    publish_blocks,
+    quantise_rows,
 )
+from tests.gpu.operands import BF16_ROUNDING, KINDS, MATRICES, bf16, published
 from tests.kernels.comparison import relative_error
 
 INVARIANT = [(b, k) for b in BACK_ENDS for k in KINDS if (b, k) != ("scaled_mm", "fp32")]

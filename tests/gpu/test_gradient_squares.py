@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from isobit.kernels.hopper.optimiser import gradient_squares
+from isobit.kernels.triton.optimiser import gradient_squares
 
 SHAPES = [(1,), (128,), (1000, 37), (513, 1024), (2050, 2048), (300, 3), (260, 12288)]
 

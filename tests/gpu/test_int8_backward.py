@@ -4,19 +4,19 @@ import pytest
 import torch
 
 from isobit.kernels.backend import backend_of
-from isobit.kernels.hopper.linear import dgrad, wgrad
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import int8_backward as specification
 from isobit.kernels.spec import linear as linear_specification
 from isobit.kernels.triton import int8_backward as operands
-from isobit.kernels.triton.linear import output_gradient
-from isobit.kernels.triton.pointwise import swiglu_backward, swiglu_backward_bf16
-from isobit.kernels.triton.quantise import publish
+from isobit.kernels.triton.pointwise import swiglu_backward_bf16
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Int8Parts, Int8Rows
+from tests.gpu.kernels import GPU, output_gradient, publish, swiglu_backward
 from tests.int8_products import BACKWARDS, EXPECTED, backward_digests
 from tests.kernels.comparison import bits
 from tests.kernels.int8_backward import assert_same_parts, check_experts, gradients, of_host
+
+dgrad, wgrad = GPU.dgrad, GPU.wgrad
 
 CASES = [
     ((256, 128, 72), 80, 5),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from isobit.kernels.hopper.attend import HopperKvCache
+from isobit.kernels.triton.attend import GpuKvCache
 from tests.kernels.caches import CacheShape, bytes_of_pages
 
 SHAPE = CacheShape(5, 3, 64)
@@ -16,7 +16,7 @@ def test_pages_are_copied_in_every_layer(
     pairs: list[tuple[int, int]], preset: str, options: dict[str, int]
 ) -> None:
     flow = SHAPE.flow(preset, **options)
-    cache = HopperKvCache(SHAPE, flow, 9, torch.zeros(1).cuda().device)
+    cache = GpuKvCache(SHAPE, flow, 9, torch.zeros(1).cuda().device)
     for x in bytes_of_pages(cache):
         x.copy_(torch.randint(0, 256, x.shape))
     expected = [x.clone() for x in bytes_of_pages(cache)]

@@ -5,36 +5,32 @@ they multiply; they repeat and add up in place.
 import pytest
 import torch
 
-from isobit.kernels.hopper.gemm import BackEnd, fp8_gemm_nt
-from isobit.kernels.hopper.linear import (
-    bf16_gemm_nn,
-    bf16_gemm_tn,
-    dgrad,
-    fp8_gemm_tn,
-    linear,
-    wgrad,
-)
+from isobit.kernels.hopper.gemm import BackEnd
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import linear as specification
 from isobit.kernels.spec.quantise import quantise_blocks
 from isobit.kernels.spec.quantise import quantise_rows as quantise_rows_on_cpu
-from isobit.kernels.triton.linear import linear_input, output_gradient
-from isobit.kernels.triton.quantise import QuantRows, publish, republish
-from isobit.kernels.triton.token_groups import quantise_tokens
+from isobit.kernels.triton.quantise import QuantRows
 from isobit.kernels.triton.transpose import transpose_blocks
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Format, ScaleKind
-from tests.gpu.operands import (
-    BF16_ROUNDING,
+from tests.gpu.kernels import (
     DEEP_GEMM_AND_TRITON,
-    KINDS,
-    MATRICES,
-    TENSOR_CORE,
-    bf16,
-    fp64,
-    published,
+    GPU,
+    bf16_gemm_nn,
+    bf16_gemm_tn,
+    fp8_gemm_nt,
+    fp8_gemm_tn,
+    linear_input,
+    output_gradient,
+    publish,
+    quantise_tokens,
+    republish,
 )
+from tests.gpu.operands import BF16_ROUNDING, KINDS, MATRICES, TENSOR_CORE, bf16, fp64, published
 from tests.kernels.comparison import relative_error
+
+linear, dgrad, wgrad = GPU.linear, GPU.dgrad, GPU.wgrad
 
 
 def e4m3_site(

@@ -5,11 +5,13 @@ in training's forward.
 import pytest
 import torch
 
-from isobit.kernels.hopper import gemm, head, sizes
-from isobit.kernels.hopper.gemm import bf16_gemm_nt, deep_gemm_or_triton
+from isobit.kernels.hopper import gemm
+from isobit.kernels.hopper.gemm import deep_gemm_or_triton
 from isobit.kernels.operands import HeadWeight
+from isobit.kernels.triton import sizes
 from isobit.kernels.triton.head import log_probs_at, log_sum_exp, log_sums_and_entropies
 from isobit.kernels.triton.sampling import sample_tokens
+from tests.gpu.kernels import GPU, bf16_gemm_nt
 
 VOCABULARY = 151936
 
@@ -82,8 +84,6 @@ def test_sampler_and_training_give_the_same_bits(
         done += batch
     for logits_at_once in (1 << 28, 1 << 26):
         monkeypatch.setattr(sizes, "FORWARD_LOGITS", logits_at_once)
-        log_probs, entropies = head.token_log_probs(
-            hidden, HeadWeight(weight), tokens, temperatures
-        )
+        log_probs, entropies = GPU.token_log_probs(hidden, HeadWeight(weight), tokens, temperatures)
         assert torch.equal(log_probs, sampled) and entropies.isfinite().all()
     assert 0 < entropies.mean() < 12 and (log_probs <= 0).all()

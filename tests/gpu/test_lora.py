@@ -11,7 +11,6 @@ import torch
 from isobit.config.lora import LORA_TARGETS
 from isobit.config.precision import Preset, named_precision
 from isobit.config.training import Recompute
-from isobit.kernels.hopper import linear as hopper
 from isobit.kernels.operands import AdapterGradients, AdapterWeight, LinearWeight
 from isobit.kernels.spec import linear as specification
 from isobit.models.adapter_delivery import check_delivered
@@ -25,6 +24,7 @@ from isobit.proof.verify import VerifyOptions, verify_policy
 from isobit.starter import starter_folder
 from isobit.util.errors import MismatchError
 from tests.gpu.conftest import SHAPES
+from tests.gpu.kernels import GPU, IS_HOPPER
 from tests.models.policies import whole_batch
 from tests.rollout.test_adapters import adapters_of, check_together
 
@@ -76,23 +76,24 @@ def normal(*shape: int) -> torch.Tensor:
 def test_a_row_has_the_same_bits_in_every_batch(name: str) -> None:
     adapter, k, n = adapter_of(name)
     x, y = normal(TRAINED, k).cuda(), normal(TRAINED, n).cuda()
-    low, whole = hopper.adapter_low(x, adapter), y.clone()
-    saved = hopper.add_adapter(whole, x, adapter, save=True)
+    low, whole = GPU.adapter_low(x, adapter), y.clone()
+    saved = GPU.add_adapter(whole, x, adapter, save=True)
     assert saved is not None and torch.equal(saved, low) and low.any()
     ways = set[bool]()
     for rows in BATCHES:
         for first in (0, TRAINED - rows):
             part = slice(first, first + rows)
-            assert torch.equal(hopper.adapter_low(x[part].contiguous(), adapter), low[part])
+            assert torch.equal(GPU.adapter_low(x[part].contiguous(), adapter), low[part])
             for save in (False, True):
                 ours = y[part].clone()
-                made = hopper.add_adapter(ours, x[part].contiguous(), adapter, save)
+                made = GPU.add_adapter(ours, x[part].contiguous(), adapter, save)
                 assert torch.equal(ours, whole[part]), (rows, save)
                 if not save:
                     ways.add(made is None)
     assert ways == ({True, False} if name in LARGE else {True})
 
 
+@pytest.mark.skipif(not IS_HOPPER, reason="only Hopper's kernels begin early")
 @pytest.mark.parametrize("save", [False, True])
 @pytest.mark.parametrize("rows", [1, 32, 256, 1100])
 @pytest.mark.parametrize("name", LARGE)
@@ -113,12 +114,12 @@ def test_kernels_that_begin_early_read_what_is_complete(
     def linears() -> list[torch.Tensor]:
         for x, start, y in zip(inputs, given, made, strict=True):
             torch.mul(start, 2, out=y)
-            hopper.add_adapter(y, x, adapter, save)
-        return [hopper.adapter_low(x, adapter) for x in inputs]
+            GPU.add_adapter(y, x, adapter, save)
+        return [GPU.adapter_low(x, adapter) for x in inputs]
 
-    monkeypatch.setattr(hopper, "_OVERLAPS", False)
+    monkeypatch.setattr(GPU.products, "overlaps", False)
     low, expected = linears(), made.clone()
-    monkeypatch.setattr(hopper, "_OVERLAPS", True)
+    monkeypatch.setattr(GPU.products, "overlaps", True)
     linears()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -139,8 +140,8 @@ def test_the_backward_is_as_near_to_fp64_as_the_specification(name: str, tokens:
     exact = exact_gradients(dy, x, low, dx, on_cpu)
     given = (dy, x, low, dx)
     theirs = gradients_of(specification, given, on_cpu)
-    ours = gradients_of(hopper, tuple(one.cuda() for one in given), adapter)
-    again = gradients_of(hopper, tuple(one.cuda() for one in given), adapter)
+    ours = gradients_of(GPU, tuple(one.cuda() for one in given), adapter)
+    again = gradients_of(GPU, tuple(one.cuda() for one in given), adapter)
     for mine, other, their, right in zip(ours, again, theirs, exact, strict=True):
         assert torch.equal(mine, other)
         allowed = 1.2 * (their.double() - right).norm() + 1e-5 * right.norm()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from isobit.kernels.hopper.optimiser import add_in_order
 from isobit.kernels.spec import optimiser
+from isobit.kernels.triton.optimiser import add_in_order
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 4096, 128 * 4096 + 16, 3 * 128 * 1000])

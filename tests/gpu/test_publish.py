@@ -7,10 +7,10 @@ import torch
 
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec.quantise import quantise_blocks
-from isobit.kernels.triton.quantise import publish, publish_blocks, republish
 from isobit.parallel.ownership import Ownership
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Format, QuantTensor, ScaleKind
+from tests.gpu.kernels import publish, publish_blocks, republish
 
 
 def masters(rows: int, columns: int) -> torch.Tensor:

@@ -13,9 +13,10 @@ from isobit.kernels.spec.qkv import Heads, fixed_bytes, transform_qkv
 from isobit.kernels.spec.quantise import scale_of_byte
 from isobit.kernels.triton.attention import SCALES, PackedKeys, PagedKeys
 from isobit.kernels.triton.heads import PAGE_TOKENS as TILE
-from isobit.kernels.triton.qkv import TILINGS, Queries, encode_packed, encode_paged, gather_pages
+from isobit.kernels.triton.qkv import TILINGS, Queries
 from isobit.precision.quant_tensor import DTYPES, E4M3, E8M0_BIAS, Format
 from isobit.util.errors import ConfigError
+from tests.gpu.kernels import encode_packed, encode_paged, gather_pages
 from tests.kernels.comparison import bits, same
 
 LAYOUTS = [(32, 8, 128), (14, 2, 64), (5, 5, 128), (16, 1, 64)]

@@ -11,29 +11,26 @@ from isobit.kernels.spec import quantise as specification
 from isobit.kernels.spec.pointwise import rms_norm, swiglu_backward
 from isobit.kernels.spec.pointwise import swiglu as swiglu_on_cpu
 from isobit.kernels.triton.device_functions import padded_size
-from isobit.kernels.triton.pointwise import swiglu_backward_bf16, swiglu_backward_quantise
-from isobit.kernels.triton.quantise import (
-    QuantRows,
-    four_sigmoids,
-    publish_blocks,
-    quantise_gradient,
-    quantise_rows,
-    rms_norm_quantise,
-    silu,
-    swiglu,
-    swiglu_quantise,
-)
-from isobit.kernels.triton.token_groups import (
-    gradient_both,
-    quantise_both,
-    quantise_tokens,
-    swiglu_both,
-    swiglu_tokens,
-)
+from isobit.kernels.triton.pointwise import swiglu_backward_bf16
+from isobit.kernels.triton.quantise import QuantRows, four_sigmoids, silu, swiglu
 from isobit.kernels.triton.transpose import transpose_blocks
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK, QuantTensor, ScaleKind, block_sizes, num_blocks
 from isobit.proof.cases import plain_swiglu
+from tests.gpu.kernels import (
+    PRODUCTS,
+    gradient_both,
+    publish_blocks,
+    quantise_both,
+    quantise_gradient,
+    quantise_rows,
+    quantise_tokens,
+    rms_norm_quantise,
+    swiglu_backward_quantise,
+    swiglu_both,
+    swiglu_quantise,
+    swiglu_tokens,
+)
 from tests.gpu.operands import (
     KINDS,
     MATRICES,
@@ -193,7 +190,8 @@ def test_gradients_of_swiglu(kind: ScaleKind, columns: int) -> None:
             tame, _ = hidden_pairs(tokens, columns)
             d = swiglu_backward_bf16(dy, tame)
             beside = QuantRows.empty(tokens, 2 * columns, d.device)
-            assert torch.equal(swiglu_backward_bf16(dy, tame, beside, kind), d)
+            to = beside.written(PRODUCTS.as_bytes)
+            assert torch.equal(swiglu_backward_bf16(dy, tame, to, kind), d)
             assert_rows(beside, d, kind)
 
 

@@ -13,7 +13,7 @@ import torch
 from isobit.config.precision import Preset
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import TrainingConfig
-from isobit.kernels.hopper.memory import CapturedGraph
+from isobit.kernels.triton.memory import CapturedGraph
 from isobit.models.policy import Policy
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.rollout.engine import generate
@@ -152,8 +152,9 @@ def run(make: Callable[[], Policy], together: Barrier | None) -> Left:
             batches = pack_pairs(examples(step), 2048)
             metrics = trainer.update(batches, SupervisedObjective())
             assert metrics.skipped is None, metrics.skipped
-        policy.backend.synchronize()
-        return drawn, [master.detach().clone() for master in policy.masters.values()]
+        masters = [master.detach().clone() for master in policy.masters.values()]
+        policy.backend.synchronize()  # another stream compares them
+        return drawn, masters
 
 
 def masters_of(policy: Policy) -> list[list[torch.Tensor]]:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.kernels.hopper import head, sizes
 from isobit.kernels.operands import HeadWeight
+from isobit.kernels.triton import sizes
 from isobit.kernels.triton.head import log_sum_exp, logit_gradients
+from tests.gpu.kernels import GPU
 from tests.kernels.comparison import relative_error
 
 VOCABULARIES = [1000, 5001, 151936]
@@ -21,13 +22,13 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 def token_log_probs(
     hidden: torch.Tensor, weight: torch.Tensor, *given: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return head.token_log_probs(hidden, HeadWeight(weight), *given)
+    return GPU.token_log_probs(hidden, HeadWeight(weight), *given)
 
 
 def token_log_probs_backward(
     hidden: torch.Tensor, weight: torch.Tensor, *given: Any
 ) -> torch.Tensor:
-    return head.token_log_probs_backward(hidden, HeadWeight(weight), *given)
+    return GPU.token_log_probs_backward(hidden, HeadWeight(weight), *given)
 
 
 def some_inputs(rows: int, vocab_size: int, size: float = 1.0) -> Inputs:

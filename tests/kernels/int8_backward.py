@@ -4,14 +4,13 @@ from dataclasses import replace
 
 import torch
 
-from isobit.kernels.hopper import int8_backward
-from isobit.kernels.hopper.grouped_gemm import grouped_gemm_tn
+from isobit.kernels.hopper.products import HopperProducts
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import linear as specification
 from isobit.kernels.spec.experts import one_expert
 from isobit.kernels.triton import int8_backward as operands
 from isobit.kernels.triton.dispatch import gather, make_dispatch
-from isobit.kernels.triton.linear import output_gradient
+from isobit.kernels.triton.linear import output_gradient, wgrad
 from isobit.kernels.triton.quantise import publish
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Int8Parts, Int8Rows, block_sizes
@@ -51,10 +50,10 @@ def check_experts(parts: tuple[int, ...], columns: int, tokens: int, device: tor
     made = output_gradient(d_rows, own)
     assert isinstance(made.rows, Int8Parts)
     turned = operands.transposed_parts(matrix, parts, count)
-    d_x = int8_backward.dgrad(made.rows, turned, dispatch).cpu()
+    d_x = HopperProducts.int8_dgrad(made.rows, turned, dispatch).cpu()
     before = torch.randn(count * n, columns)
     grad = before.to(device, copy=True)
-    grouped_gemm_tn(made.tokens, rows, grad, own, dispatch)
+    wgrad(HopperProducts, made.tokens, rows, grad, own, dispatch)
     assert torch.equal(grad[-n:].cpu(), before[-n:])
     assert dispatch.experts is not None
     places, labels = dispatch.places[:, 0].cpu().long(), dispatch.experts.cpu()

@@ -2,19 +2,22 @@
 
 import importlib
 import inspect
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from isobit.config.base import Device
+from isobit.config.base import BackEnd, Device
 from isobit.kernels import backend, operands, sizes
 from isobit.kernels.backend import DeviceChoice, ModelNeeds, backend_of, choose_device, support
 from isobit.kernels.hopper import support as hopper_support
 from isobit.kernels.spec import backend as spec_backend
+from isobit.kernels.triton import support as triton_support
 from isobit.util.errors import ConfigError
 
-FOLDERS = ["spec", "hopper"]
+FOLDERS = ["spec", "hopper", "triton"]
+BACK_ENDS = [("spec", "SpecBackend"), ("hopper", "HopperBackend"), ("triton", "TritonBackend")]
 
 
 def members(protocol: type) -> dict[str, Any]:
@@ -43,7 +46,7 @@ def assert_callable_as(offered: Any, wanted: Any) -> None:
 
 
 def assert_offers(protocol: type, offered: Any) -> None:
-    """``offered`` is a class, or a module."""
+    """``offered`` is an object, a class, or a module."""
     for name, wanted in members(protocol).items():
         if isinstance(wanted, property):
             # an attribute of the class, a property, or one that the constructor sets
@@ -53,61 +56,72 @@ def assert_offers(protocol: type, offered: Any) -> None:
 
 
 def module_of(folder: str, name: str) -> Any:
-    if folder == "hopper":
+    if folder != "spec":
         pytest.importorskip("triton", reason="the kernels need Triton")
     return importlib.import_module(f"isobit.kernels.{folder}.{name}")
 
 
-@pytest.mark.parametrize(("folder", "name"), [("spec", "SpecBackend"), ("hopper", "HopperBackend")])
-def test_a_back_end_offers_every_operation(folder: str, name: str) -> None:
+def made(folder: str, name: str) -> Any:
+    """A back end, on a device that it may not have."""
     offered = getattr(module_of(folder, "backend"), name)
+    return offered() if folder == "spec" else offered(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("folder", "name"), BACK_ENDS)
+def test_a_back_end_offers_every_operation(folder: str, name: str) -> None:
+    offered = made(folder, name)
     assert_offers(backend.Backend, offered)
     assert offered.name == folder
 
 
-@pytest.mark.parametrize(("folder", "name"), [("spec", "SpecBackend"), ("hopper", "HopperBackend")])
+@pytest.mark.parametrize(("folder", "name"), BACK_ENDS)
 def test_a_back_end_offers_nothing_that_is_not_named(folder: str, name: str) -> None:
     """What only one of them has, nobody above can call."""
-    offered = getattr(module_of(folder, "backend"), name)
-    own = {name for name in vars(offered) if not name.startswith("_")}
-    assert own <= members(backend.Backend).keys()
+    offered = made(folder, name)
+    own = {name for name in dir(offered) if not name.startswith("_")}
+    assert own - {"products"} <= members(backend.Backend).keys()
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_support_and_sizes_are_there_without_kernels(folder: str) -> None:
-    home = {"spec": "spec", "hopper": "hopper.support"}[folder]
+    home = folder if folder == "spec" else f"{folder}.support"
     assert_offers(backend.Support, importlib.import_module(f"isobit.kernels.{home}"))
     assert_offers(sizes.Sizes, importlib.import_module(f"isobit.kernels.{folder}.sizes"))
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", ["spec", "triton"])
 def test_what_a_back_end_makes_keeps_its_protocols_too(folder: str) -> None:
     packed = module_of(folder, "attention" if folder == "spec" else "attend")
     paged = cache = module_of(folder, "paged_attention" if folder == "spec" else "attend")
     assert_offers(operands.AttendWithBackward, packed.PackedAttention)
     assert_callable_as(packed.PackedAttention.__call__, operands.Attend.__call__)
     assert_callable_as(paged.PagedAttention.__call__, operands.Attend.__call__)
-    assert_offers(operands.KvCache, cache.SpecKvCache if folder == "spec" else cache.HopperKvCache)
+    assert_offers(operands.KvCache, cache.SpecKvCache if folder == "spec" else cache.GpuKvCache)
 
 
 def test_the_gpus_memory_and_transfers_keep_their_protocols() -> None:
-    memory = module_of("hopper", "memory")
-    assert_offers(backend.DeviceMemory, memory.HopperMemory)
+    memory = module_of("triton", "memory")
+    assert_offers(backend.DeviceMemory, memory.GpuMemory)
     assert_offers(backend.Captured, memory.CapturedGraph)
     assert_offers(backend.Arriving, memory.HostCopies)
 
 
+def unbound(offered: Any) -> Any:
+    """The function of an operation, without what a back end gives it."""
+    return offered.func if isinstance(offered, partial) else offered
+
+
 def test_the_same_operations_stand_in_files_of_the_same_name() -> None:
     """A reader of one folder finds the other's way."""
-    spec, hopper = (
-        {name: inspect.getmodule(vars(offered)[name].__func__).__name__.rpartition(".")[2]  # type: ignore[union-attr]
+    spec, portable = (
+        {name: function.__module__.rpartition(".")[2]
          for name in members(backend.Backend)
-         if isinstance(vars(offered).get(name), staticmethod)}
-        for offered in (spec_backend.SpecBackend, module_of("hopper", "backend").HopperBackend)
+         if inspect.isfunction(function := unbound(getattr(offered, name)))}
+        for offered in (made("spec", "SpecBackend"), made("triton", "TritonBackend"))
     )  # fmt: skip
-    shared = spec.keys() & hopper.keys()
+    shared = spec.keys() & portable.keys()
     assert len(shared) > 20
-    elsewhere = {name for name in shared if not hopper[name].startswith(spec[name])}
+    elsewhere = {name for name in shared if not portable[name].startswith(spec[name])}
     # The kernels that publish or take a checksum are long, and stand in files of their own; swiglu
     # is one kernel with the quantiser, and draws are one with their noise.
     assert elsewhere <= {"checksum", "draw", "publish", "publish_head", "republish", "swiglu"}
@@ -166,7 +180,9 @@ def choose(
         ((9, 0), "cpu", "cpu"),
         (None, "auto", "cpu"),
         (None, "cpu", "cpu"),
-        ((8, 0), "auto", "cpu"),
+        ((8, 0), "auto", "cuda"),
+        ((12, 0), "auto", "cuda"),
+        ((7, 5), "auto", "cpu"),
     ],
 )
 def test_the_device(
@@ -175,12 +191,12 @@ def test_the_device(
     gpu(monkeypatch, capability)
     choice = choose(wanted)
     assert choice.device.type == chosen
-    assert len(choice.passed_over) == (capability == (8, 0)), "a device that is there is named"
+    assert len(choice.passed_over) == (capability == (7, 5)), "a device that is there is named"
 
 
 @pytest.mark.parametrize(
     ("capability", "reason"),
-    [(None, "sees no NVIDIA GPU"), ((10, 0), r"NVIDIA Test is sm_100.*Hopper \(sm_90\) only")],
+    [(None, "sees no NVIDIA GPU"), ((7, 5), r"NVIDIA Test is sm_75.*since Ampere \(sm_80\)")],
 )
 def test_a_device_that_cannot_be_used_is_refused_by_name(
     capability: tuple[int, int] | None, reason: str, monkeypatch: pytest.MonkeyPatch
@@ -188,6 +204,71 @@ def test_a_device_that_cannot_be_used_is_refused_by_name(
     gpu(monkeypatch, capability)
     with pytest.raises(ConfigError, match=f"device = 'cuda', but .*{reason}.*use device 'cpu'"):
         choose("cuda")
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test names and makes is forgotten behind it."""
+    monkeypatch.setattr(backend, "_named", {})
+    monkeypatch.setattr(backend, "_made", {})
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "found"),
+    [
+        ((9, 0), "auto", "hopper"),
+        ((9, 0), "triton", "triton"),
+        ((8, 0), "auto", "triton"),
+        ((10, 0), "hopper", "hopper"),
+        (None, "auto", "hopper"),
+        (None, "triton", "triton"),
+    ],
+)
+@pytest.mark.usefixtures("named")
+def test_the_back_end_of_a_generation(
+    capability: tuple[int, int] | None, name: BackEnd, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(monkeypatch, capability)
+    backend.use_back_end(name)
+    assert backend.back_end_of("cuda") == found
+    assert support("cuda") is importlib.import_module(f"isobit.kernels.{found}.support")
+    assert backend.back_end_of("cpu") == "spec"
+
+
+@pytest.mark.usefixtures("named")
+def test_the_doctors_line_names_the_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 << 30, 24 << 30))
+    for capability, name in (((9, 0), "hopper"), ((8, 9), "triton")):
+        gpu(monkeypatch, capability)
+        line, is_worth_a_look = support("cuda").state()
+        assert f"NVIDIA Test: sm_{capability[0]}{capability[1]}, back end {name}, 20 GiB" in line
+        assert not is_worth_a_look
+
+
+@pytest.mark.usefixtures("named")
+def test_a_back_end_for_another_generation_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu(monkeypatch, (8, 9))
+    backend.use_back_end("hopper")
+    with pytest.raises(ConfigError, match=r"sm_89.*back_end = 'triton' is for all cards"):
+        choose("cuda")
+    assert choose("auto").device.type == "cpu"
+
+
+@pytest.mark.usefixtures("named")
+def test_a_process_computes_by_one_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    portable = module_of("triton", "backend")
+    monkeypatch.setattr(portable, "lower_for_sm_80", lambda: None)  # for all tests behind this one
+    gpu(monkeypatch, (9, 0))
+    device = torch.device("cuda")
+    backend.use_back_end("triton")
+    assert backend_of(device).name == "triton"
+    for name in ("auto", "hopper"):
+        with pytest.raises(ConfigError, match="this process computes by triton already"):
+            backend.use_back_end(name)
+    backend.use_back_end("triton")
+    assert backend_of(device).name == "triton"
 
 
 def test_without_triton_a_hopper_gpu_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,6 +309,7 @@ def test_what_a_device_does_not_compute_goes_to_the_next(
 def test_heads_that_hopper_computes(heads: tuple[int, int, int], fits: bool) -> None:
     needs = ModelNeeds(*heads, "fp8")
     assert (hopper_support.model_problem(needs) is None) is fits
+    assert (triton_support.model_problem(needs) is None) is fits
     assert support("cpu").model_problem(needs) is None
 
 

@@ -79,14 +79,18 @@ class _NoGemm:
     fp8_m_grouped_gemm_nt_masked = m_grouped_bf16_gemm_nt_masked = fp8_gemm_nt
 
 
-def without_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Policies on the meta device compute with the Hopper back end, whose kernels and libraries
+def without_launches(
+    monkeypatch: pytest.MonkeyPatch, back_end: Literal["hopper", "triton"] = "hopper"
+) -> None:
+    """Policies on the meta device compute with a back end of GPUs, whose kernels and libraries
     compute nothing; what only a real GPU has is left out.
     """
     pytest.importorskip("triton", reason="the modules that launch the kernels need Triton")
     from isobit.kernels import hopper, triton
-    from isobit.kernels.hopper import attend, experts, gemm, grouped_gemm, linear
+    from isobit.kernels.hopper import gemm, grouped_gemm, wgrad
     from isobit.kernels.hopper.backend import HopperBackend
+    from isobit.kernels.triton import attend
+    from isobit.kernels.triton.backend import TritonBackend
 
     packages = [
         (one.__name__, found.name)
@@ -100,12 +104,12 @@ def without_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_gemm", _NoGemm)
     monkeypatch.setattr(gemm, "gemm_back_end", lambda scales: "deep_gemm")
     monkeypatch.setattr(gemm, "deep_gemm_or_triton", lambda: "deep_gemm")
-    for module in (grouped_gemm, experts):
+    for module in (grouped_gemm, wgrad):
         monkeypatch.setattr(module, "deep_gemm_or_triton", lambda: "deep_gemm")
-    monkeypatch.setattr(linear, "deep_gemm_or_triton", lambda: "deep_gemm")
     monkeypatch.setattr(attend, "to_device", lambda tensor, device: tensor.to(device))
-    monkeypatch.setattr(HopperBackend, "to_device", lambda self, tensor: tensor.to(self.device))
-    monkeypatch.setattr(policy_module, "backend_of", HopperBackend)
+    monkeypatch.setattr(TritonBackend, "to_device", lambda self, tensor: tensor.to(self.device))
+    made = HopperBackend if back_end == "hopper" else TritonBackend
+    monkeypatch.setattr(policy_module, "backend_of", made)
     # which looks at the numbers
     monkeypatch.setattr(scorer, "_on_host", lambda found, routes, rows: found)
     monkeypatch.setattr(torch, "addmm", lambda grad, a, b, alpha=1, out_dtype=None, out=None: grad)

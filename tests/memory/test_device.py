@@ -2,8 +2,9 @@
 
 import re
 from dataclasses import replace
+from importlib import import_module
 from math import prod
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -53,6 +54,16 @@ def test_the_pass_of_a_real_model_takes_what_is_planned(
 ) -> None:
     meta_memory.without_launches(monkeypatch)
     check_passes(replace(model_shape(shape), num_layers=4), preset)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("preset", ["int8", "fp8", "bf16"])
+def test_so_does_that_of_the_portable_back_end(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meta_memory.without_launches(monkeypatch, "triton")
+    levels = ("none",) if preset == "int8" else LEVELS
+    check_passes(replace(QWEN3_8B, num_layers=4), preset, levels)
 
 
 @pytest.mark.few(2)
@@ -155,19 +166,19 @@ def test_attention_takes_in_its_backward_what_is_planned(
     assert abs(taken - (tokens + 128) * planned) < 1024
 
 
+@pytest.mark.parametrize("back_end", ["hopper", "triton"])
 @pytest.mark.parametrize(("n", "k"), [(576, 1536), (4096, 12288), (24576, 4096), (1000, 576)])
 def test_split_products_are_within_what_is_planned(
-    n: int, k: int, monkeypatch: pytest.MonkeyPatch
+    n: int, k: int, back_end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meta_memory.without_launches(monkeypatch)
-    from isobit.kernels.hopper.int8 import int8_gemm_nt
-
+    int8, sizes = (import_module(f"isobit.kernels.{back_end}.{one}") for one in ("int8", "sizes"))
     weight, site = Int8Rows.empty(n, k, meta_memory.META), Site("x", "linear", "int8", parts=(n,))
     taken = dict[int, int]()
     for m in (1, 16, 33, 64, 65, 100, 200, 500, 1000, 2000, 5000):
         x = Int8Rows.empty(m, k, meta_memory.META)
         with meta_memory.LiveBytes() as live:
-            made = int8_gemm_nt(x, weight)
+            made = int8.int8_gemm_nt(x, weight)
         taken[m] = live.peak - made.nbytes
         assert taken[m] <= sizes.product_sums(site, m) < 9e6
     assert taken[5000] == sizes.product_sums(site, 5000) == 0
@@ -184,15 +195,19 @@ def test_scalar_heads_are_within_what_is_planned(
     check_passes(replace(QWEN3_8B, num_layers=4, **{head: True}), "fp8")
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
+@pytest.mark.parametrize("back_end", ["hopper", "triton"])
 @pytest.mark.parametrize("recompute", LEVELS)
 def test_experts_are_within_what_is_planned(
-    recompute: Recompute, monkeypatch: pytest.MonkeyPatch
+    recompute: Recompute,
+    back_end: Literal["hopper", "triton"],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What they pad depends on the tokens, which no plan knows: an upper bound."""
-    meta_memory.without_launches(monkeypatch)
+    meta_memory.without_launches(monkeypatch, back_end)
     config = replace(model_shape("qwen3-30b-a3b"), num_layers=3)
     policy, share = meta_memory.meta_policy(config, precision("fp8")), share_of(config, 1)
+    sizes = policy.backend.sizes
     for lengths in ((4096,), (2048,) * 16):
         measured = meta_memory.micro_batch_bytes(policy, lengths, recompute)
         tokens = sum(lengths)
@@ -257,6 +272,7 @@ def check_pass(
     policy: Policy, recompute: Recompute, lengths: tuple[int, ...], of_one_format: bool
 ) -> None:
     config, share = policy.config, share_of(policy.config, 1)
+    sizes = policy.backend.sizes
     measured = meta_memory.micro_batch_bytes(policy, lengths, recompute)
     tokens = sum(lengths)
     saved = saved_bytes(config, policy.flow, sizes, recompute, tokens)

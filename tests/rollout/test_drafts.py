@@ -60,6 +60,7 @@ class Times:
 
     share: float = 0.0
     wait_s: float = 0.0
+    host_s: float = 0.0
 
     def step_seconds(self, rows: int, length: int) -> float:
         return 1 + self.share * (rows - 1)
@@ -514,9 +515,15 @@ def test_guesses_are_made_only_where_they_gain() -> None:
 
 
 def test_tokens_in_flight_are_waited_for_where_guesses_are_likely_to_gain() -> None:
-    for wait_s, foretold, waits in ((0.0, 1.0, True), (0.0, 0.0, False), (3.0, 1.0, False)):
+    for wait_s, host_s, foretold, waits in (
+        (0.0, 0.0, 1.0, True),
+        (0.0, 0.0, 0.0, False),
+        (3.0, 0.0, 1.0, False),
+        (0.0, 0.3, 1.0, True),
+        (0.0, 1.0, 1.0, False),
+    ):
         samples = decoding(0.6, 0.6)
-        drafter = Drafter(7, Times(0.05, wait_s))
+        drafter = Drafter(7, Times(0.05, wait_s, host_s))
         drafter.note = lambda sample: None
         for sample in samples:
             sample.foretold = foretold

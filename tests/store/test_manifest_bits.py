@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from isobit.config.base import BackEnd
 from isobit.config.recipes import RunConfig
+from isobit.kernels import backend
 from isobit.store import class_of_bits as class_of_bits_module
 from isobit.store.class_of_bits import arithmetic_sha256, class_of_bits
 from isobit.store.compatible import Recorded, compare
@@ -57,6 +59,35 @@ def test_another_torch_and_other_kernels_are_refused(monkeypatch: pytest.MonkeyP
     assert f"bits.torch: '{old.environment['bits']['torch']}' in the run, '1.0'" in str(
         refused.value
     )
+
+
+@pytest.mark.parametrize("recorded", ["cuda", "cuda-sm90-hopper"])
+def test_another_back_end_or_generation_is_refused_by_name(
+    recorded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``cuda`` is what runs recorded when Hopper's back end was the only one."""
+    card = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(backend, "_named", {})
+
+    def now(capability: tuple[int, int], name: BackEnd) -> dict[str, dict[str, str]]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        backend.use_back_end(name)
+        return {"bits": class_of_bits(card, {})}
+
+    same = now((9, 0), "auto")
+    assert same["bits"]["device"] == "cuda-sm90-hopper"
+    old = Recorded({}, {"bits": same["bits"] | {"device": recorded}})
+    assert compare(old, CONFIG, {}, same, ()) == {}
+    for found in (now((9, 0), "triton"), now((8, 0), "auto")):
+        wanted = found["bits"]["device"]
+        assert wanted in ("cuda-sm90-triton", "cuda-sm80-triton")
+        with pytest.raises(ConfigError) as refused:
+            compare(old, CONFIG, {}, found, ())
+        line = f"bits.device: 'cuda-sm90-hopper' in the run, '{wanted}' now"
+        assert line in str(refused.value)
+        changes = compare(old, CONFIG, {}, found, ["bits.device"])
+        assert changes == {"bits.device": ("cuda-sm90-hopper", wanted)}
 
 
 def test_a_name_that_means_nothing_is_not_allowed() -> None:

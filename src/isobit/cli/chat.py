@@ -39,6 +39,7 @@ def run_chat(arguments: Sequence[str]) -> int:
     set_threads(options)
     with starting():
         from isobit.data.tokenizer import load_tokenizer
+        from isobit.kernels.backend import use_back_end
         from isobit.models.folder import load_sampling_model, model_folder
         from isobit.rollout.native import NativeEngine
     if not load_tokenizer(model_folder(options.model)).chat_template:  # before weights are loaded
@@ -46,6 +47,7 @@ def run_chat(arguments: Sequence[str]) -> int:
             f"{options.model} has no chat template, so it knows no turns; `isobit rollout MODEL "
             "--prompt TEXT` completes a text"
         )
+    use_back_end(settings.back_end)
     model = load_sampling_model(options.model, settings.precision, settings.device)
     engine = NativeEngine(model.policy, settings.rollout, model.tokenizer, options.seed)
     say(f"{options.model} in {settings.precision.name}; {_HELP}")

@@ -193,6 +193,7 @@ def _server(
     hosts: HostCheck | None,
 ) -> "ApiServer":
     from isobit.data.tokenizer import load_tokenizer
+    from isobit.kernels.backend import use_back_end
     from isobit.memory.cache_size import batched_tokens
     from isobit.models.folder import LoadedModel, load_adapters, load_sampling_model
     from isobit.models.policy import Policy
@@ -208,6 +209,7 @@ def _server(
             f"cluster.rollout_tp = {settings.cluster.rollout_tp}, but isobit serve runs in one "
             "process; leave it out"
         )
+    use_back_end(settings.back_end)
     model = load_sampling_model(options.model, settings.precision, settings.device)
     policy = model.policy
     assert isinstance(policy, Policy)

@@ -91,8 +91,11 @@ def _show(options: Namespace, result: "VerifyResult") -> None:
 def _compare(
     options: Namespace, settings: VerifyConfig, world: "World | None" = None
 ) -> "VerifyResult":
+    from isobit.kernels.backend import use_back_end
     from isobit.models.tensor_parallel import check_ranks
     from isobit.parallel.world import ALONE
+
+    use_back_end(settings.back_end)
 
     world = world or ALONE
     check_ranks(settings.cluster.rollout_tp, world)
@@ -119,6 +122,7 @@ def _compare(
 
 
 def _bisect(options: Namespace, settings: VerifyConfig) -> int:
+    from isobit.kernels.backend import use_back_end
     from isobit.proof.bisect import bisect, describe_bisect
     from isobit.proof.verify import VerifyOptions
 
@@ -126,6 +130,7 @@ def _bisect(options: Namespace, settings: VerifyConfig) -> int:
         raise ConfigError(
             "--bisect takes a FOLDER: the checksums of a full-sized model would fill the memory"
         )
+    use_back_end(settings.back_end)
     check = Path(options.folder), settings.precision, VerifyOptions(**_sizes(options))
     if options.json:
         result = bisect(*check, device=settings.device)
@@ -221,6 +226,6 @@ def _command(with_folder: bool) -> Command:
         "recorded log-probability\nwith the training forward, bit for bit.  Exits 1 on any "
         "difference, 2 where something could not be compared.",
         [FOLDER, *options] if with_folder else options,
-        also_keys("precision and device"),
+        also_keys("precision, device and back_end"),
         keeps_lines=True,
     )

@@ -18,7 +18,7 @@ from isobit.config.load import dump_config
 from isobit.config.recipes import Recipe, RunConfig
 from isobit.config.reward import RewardConfig
 from isobit.config.training import TrainingConfig
-from isobit.kernels.backend import support
+from isobit.kernels.backend import support, use_back_end
 from isobit.kernels.sizes import Sizes
 from isobit.memory.cache_size import num_pages_for
 from isobit.memory.device import Card, DevicePlan
@@ -185,6 +185,7 @@ def _planned_device(plan: AnyPlan, card: Card) -> torch.device:
     """The device of a GPU that need not be here.  Raises ConfigError for a model that it does not
     compute.
     """
+    use_back_end(plan.config.back_end)
     needs = model_needs(plan.model.config, plan.config.precision.preset)
     problem = support("cuda").model_problem(needs)
     if problem is not None:

@@ -10,6 +10,7 @@ from isobit.commands.rollout import check_acting, say_end_of_turn, say_notes
 from isobit.config.recipes import RunConfig
 from isobit.config.rules import check_has_sets, check_reward, check_samples
 from isobit.data.prompts import Noticed, TooLong, build_prompts, describe_too_long
+from isobit.kernels.backend import use_back_end
 from isobit.models.folder import SamplingModel, load_sampling_model
 from isobit.models.tensor_parallel import check_ranks
 from isobit.observe.evaluation import EvalResult
@@ -59,6 +60,7 @@ def evaluate_folder(
 def _evaluate_folder(
     folder: Path, config: RunConfig, progress: OnProgress | None, graders: Graders, world: World
 ) -> Evaluation[EvalResult]:
+    use_back_end(config.back_end)
     model = load_sampling_model(folder, config.precision, config.device, world)
     engine = NativeEngine(model.policy, config.rollout, model.tokenizer, config.seed)
     reward_models = reward_model_folders(config.reward)

@@ -27,7 +27,7 @@ from isobit.config.precision import DEFAULT_PRESET, PrecisionConfig, named_preci
 from isobit.config.recipes import RunConfig
 from isobit.config.rules import check_has_sets, check_reward, check_samples
 from isobit.data.encoding import token_ids
-from isobit.kernels.backend import support
+from isobit.kernels.backend import support, use_back_end
 from isobit.memory.activations import published_bytes
 from isobit.memory.cache_size import RESERVE
 from isobit.memory.device import Card
@@ -126,6 +126,7 @@ class _Bench:
         self._answers = answers
         self._graders = graders
         self._console = console
+        use_back_end(config.back_end)
         self._device = choose_device(config.device, model.config, PrecisionConfig(preset="bf16"))
         folders = reward_models if graders is not None else {}
         self._rewards = ModelRewards(config.reward, folders, self._device, config.data.date)
@@ -320,6 +321,7 @@ def _planned(
     shape = model.config
     flow = build_flow(precision, decoder_shape(shape))
     base = PrecisionConfig(preset="bf16")
+    use_back_end(config.back_end)
     device = "cuda" if card is not None else choose_device(config.device, shape, base).type
     sizes = support(device).sizes
     page = sizes.page_bytes(shape, flow)

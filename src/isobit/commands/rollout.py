@@ -12,6 +12,7 @@ from isobit.config.rules import check_greedy
 from isobit.data.prompts import Noticed, prompts_of_rows
 from isobit.data.sources import load_rows, row_of
 from isobit.data.stop_tokens import describe_end_of_turn
+from isobit.kernels.backend import use_back_end
 from isobit.models.folder import SamplingModel, load_sampling_model
 from isobit.models.tensor_parallel import check_ranks
 from isobit.parallel.world import ALONE, World
@@ -65,6 +66,7 @@ def rollout_folder(
     check_acting(settings.environment, world)
     rollout = _with_temperature(settings.rollout, samples)
     check_greedy(samples, rollout.temperature, "samples", "rollout.temperature")
+    use_back_end(settings.back_end)
     model = load_sampling_model(folder, settings.precision, settings.device, world)
     rows = (
         load_rows(prompts)

@@ -11,6 +11,7 @@ from isobit.config.commands import ScoringConfig
 from isobit.config.data import ChatConfig, OneExampleSource
 from isobit.data.examples import Answer, answer_of, conversation_ids
 from isobit.data.sources import Row, load_rows
+from isobit.kernels.backend import use_back_end
 from isobit.models.folder import choose_device, model_folder, read_reward_config
 from isobit.models.frozen import RewardModel, load_reward_model
 from isobit.run.resolved import with_date
@@ -59,6 +60,7 @@ def score_rows(folder: Path, config: ScoringConfig) -> Iterator[ScoredRow]:
     rows = load_rows(config.data)
     folder = model_folder(folder)
     config = with_date(config, [folder])
+    use_back_end(config.back_end)
     device = choose_device(config.device, read_reward_config(folder), config.precision)
     model = load_reward_model(folder, config.precision, device)
     columns = _columns(rows[0], config.data)

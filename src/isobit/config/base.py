@@ -25,7 +25,9 @@ MAX_FACTOR = 1e6
 MAX_SEED = (1 << 63) - 1
 """The largest seed that torch, numpy and TOML all take."""
 Device = Literal["auto", "cpu", "cuda"]
-"""``auto`` takes a Hopper GPU where one is there that computes the model."""
+"""``auto`` takes an NVIDIA GPU where one is there that computes the model."""
+BackEnd = Literal["auto", "hopper", "triton"]
+"""``auto`` is Hopper's kernels on Hopper, and those of every card since Ampere elsewhere."""
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 
 

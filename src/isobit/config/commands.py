@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from isobit.config.base import MAX_COUNT, Device, Strict
+from isobit.config.base import MAX_COUNT, BackEnd, Device, Strict
 from isobit.config.data import ChatConfig, OneExampleSource
 from isobit.config.environment import EnvironmentConfig
 from isobit.config.precision import PrecisionConfig
@@ -17,6 +17,7 @@ class ServeConfig(Strict):
     data: ChatConfig = ChatConfig()
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
+    back_end: BackEnd = "auto"
     rollout: RolloutConfig = RolloutConfig()
     cluster: EngineConfig = EngineConfig()
 
@@ -33,6 +34,7 @@ class VerifyConfig(Strict):
 
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
+    back_end: BackEnd = "auto"
     cluster: EngineConfig = EngineConfig()
 
 
@@ -54,6 +56,7 @@ class ScoringConfig(ChatConfig):
 
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
+    back_end: BackEnd = "auto"
     data: OneExampleSource
     tokens_per_batch: int = Field(default=16384, gt=0, le=MAX_COUNT)
     """Tokens of one forward; scores do not depend on it."""

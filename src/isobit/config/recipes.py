@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from isobit.config.algorithm import AlgorithmConfig, GrpoConfig, ReferenceConfig, ReplayConfig
-from isobit.config.base import MAX_THREADS, Device, HomeName, HomePath, Seed, Strict
+from isobit.config.base import MAX_THREADS, BackEnd, Device, HomeName, HomePath, Seed, Strict
 from isobit.config.corrections import Correction
 from isobit.config.data import DataConfig, SftDataConfig
 from isobit.config.environment import EnvironmentConfig
@@ -38,7 +38,11 @@ class RunConfig(Strict):
     """Train adapters of low rank instead of the weights."""
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
-    """``auto`` takes a Hopper GPU where one is there that computes the model."""
+    """``auto`` takes an NVIDIA GPU where one is there that computes the model."""
+    back_end: BackEnd = "auto"
+    """The kernels of NVIDIA GPUs: ``hopper``, or ``triton`` for every card since Ampere; ``auto``
+    takes the former on Hopper. A run's bits belong to the back end, and to the card's generation.
+    """
     seed: Seed = 0
     """Seed of all random choices of the run."""
     threads: int | None = Field(default=None, gt=0, le=MAX_THREADS)
@@ -120,7 +124,11 @@ class SftConfig(Strict):
     """The teacher of the objective ``distil``; by default the run's ``model`` in BF16."""
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
-    """``auto`` takes a Hopper GPU where one is there that computes the model."""
+    """``auto`` takes an NVIDIA GPU where one is there that computes the model."""
+    back_end: BackEnd = "auto"
+    """The kernels of NVIDIA GPUs: ``hopper``, or ``triton`` for every card since Ampere; ``auto``
+    takes the former on Hopper. A run's bits belong to the back end, and to the card's generation.
+    """
     seed: Seed = 0
     """Seed of all random choices of the run."""
     threads: int | None = Field(default=None, gt=0, le=MAX_THREADS)
@@ -147,8 +155,11 @@ RECIPES: dict[str, type[RunConfig] | type[SftConfig]] = {"train": RunConfig, "sf
 
 
 def recorded_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe that a run or a checkpoint recorded, with what its precision stood for then."""
+    """The recipe that a run or a checkpoint recorded, with what its precision stood for then, and
+    the only back ends that there were before they had a key.
+    """
+    values = {"back_end": "auto", **values}
     table = values.get("precision")
     if not isinstance(table, Mapping) or "preset" not in table:
-        return dict(values)
+        return values
     return {**values, "precision": recorded_precision(table)}

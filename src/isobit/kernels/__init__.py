@@ -5,7 +5,8 @@
     sizes.py       bytes that a back end needs, without loading it
     noise.py       noise keys, AdamW's factors and checksums, the same for every back end
     spec/          the CPU specification in torch, which defines an operation's result
-    hopper/        the same on Hopper GPUs: Triton, Gluon and DeepGEMM
+    triton/        the same on NVIDIA GPUs since Ampere, in Triton
+    hopper/        on Hopper GPUs, of which it is a faster one: Gluon and DeepGEMM
 
 A product's name is DeepGEMM's: precision, operation, layout.  ``fp8`` has E4M3 operands with
 scales, ``bf16`` plain ones, and ``grid`` (on the CPU) BF16 or FP32 that was rounded to a grid so
@@ -16,6 +17,6 @@ B: ``n`` as it is in the product, ``t`` transposed.  ``triton_`` means that no l
     nn    dX = dY W       DGrad: dY [M, N], W [N, K]
     tn    dW = dY^T X     WGrad, added to the FP32 gradient: dY [T, N], X [T, K]
 
-FP8 tensor cores read both operands along the contraction.  So ``fp8_gemm_nn`` transposes the bytes
-of W itself, and ``fp8_gemm_tn`` takes dY^T and X^T as the quantisers of token groups wrote them.
+FP8 tensor cores read both operands along the contraction.  So DGrad transposes the bytes of W, and
+``fp8_gemm_tn`` takes dY^T and X^T as the quantisers of token groups wrote them.
 """

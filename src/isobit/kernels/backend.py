@@ -1,8 +1,8 @@
 """The operations that a back end must offer, and the choice of a back end.
 
 Everything above ``isobit.kernels`` computes through a ``Backend`` and names no device.  Each is a
-folder beside this file and an entry of ``_BACK_ENDS``: ``spec`` on a CPU, which defines every
-result, and ``hopper`` on NVIDIA GPUs of the Hopper generation.
+folder beside this file and in ``_BACK_ENDS``: ``spec`` on a CPU, which defines every result, and
+``triton`` on NVIDIA GPUs since Ampere, of which ``hopper`` is a faster one on its generation.
 
 In the forward an output row's bits depend on that row's inputs alone, never on the number of rows,
 its place among them, or the operation's form (paged or packed, captured or not).  The backward
@@ -16,13 +16,12 @@ Shapes: T tokens end to end, C hidden size, H query heads and G KV heads of D nu
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from typing import Protocol
 
 import torch
 
-from isobit.config.base import Device
+from isobit.config.base import BackEnd, Device
 from isobit.kernels.noise import AdamWFactors, Rows
 from isobit.kernels.operands import (
     AdapterGradients,
@@ -532,6 +531,14 @@ class Support(Protocol):
         """The device's name; None where that is the host's processor."""
         ...
 
+    def device_class(self, device: torch.device) -> str:
+        """What names device and back end in a class of bits: cpu, cuda-sm90-hopper."""
+        ...
+
+    def is_preferred(self) -> bool:
+        """Whether ``auto`` takes it on this machine, of the back ends of a device the first."""
+        ...
+
     def is_present(self) -> bool:
         """Whether the machine has such a device, usable or not."""
         ...
@@ -549,25 +556,61 @@ class Support(Protocol):
         ...
 
 
-_BACK_ENDS = {"cuda": "hopper", "cpu": "spec"}
-"""torch's type of a device -> folder; the preferred comes first."""
-_SUPPORT = {"cuda": "hopper.support", "cpu": "spec"}
+_BACK_ENDS = {"cuda": ("hopper", "triton"), "cpu": ("spec",)}
+"""torch's type of a device -> folders; the preferred comes first, of devices and of back ends."""
+_SUPPORT = {"hopper": "hopper.support", "triton": "triton.support", "spec": "spec"}
+_named: dict[str, BackEnd] = {}
+"""torch's type of a device -> the back end that was named."""
+_made: dict[torch.device, Backend] = {}
+
+
+def use_back_end(name: BackEnd) -> None:
+    """The back end of this process's GPUs; ``auto`` is Hopper's on Hopper, and elsewhere that of
+    every card.  Raises ConfigError where the process computes by another already.
+    """
+    before = _named.get("cuda", "auto")
+    _named["cuda"] = name
+    others = {one.name for device, one in _made.items() if device.type == "cuda"}
+    if others - {back_end_of("cuda")}:
+        _named["cuda"] = before
+        raise ConfigError(
+            f"back_end = {name!r}, but this process computes by {others.pop()} already; start "
+            "another process"
+        )
+
+
+def back_end_of(device_type: str) -> str:
+    """The folder of a device's back end."""
+    named = _named.get(device_type, "auto")
+    if named != "auto":
+        return named
+    return next(one for one in _BACK_ENDS[device_type] if _support(one).is_preferred())
 
 
 def support(device_type: str) -> Support:
     """The ``Support`` of a device, without its kernels."""
-    return import_module(f"isobit.kernels.{_SUPPORT[device_type]}")  # pyright: ignore[reportReturnType]
+    return _support(back_end_of(device_type))
 
 
-@cache
+def _support(folder: str) -> Support:
+    return import_module(f"isobit.kernels.{_SUPPORT[folder]}")  # pyright: ignore[reportReturnType]
+
+
 def backend_of(device: torch.device) -> Backend:
     """The back end of a device, with its kernels."""
-    module = import_module(f"isobit.kernels.{_BACK_ENDS[device.type]}.backend")
-    return module.make(device)
+    if device not in _made:
+        module = import_module(f"isobit.kernels.{back_end_of(device.type)}.backend")
+        _made[device] = module.make(device)
+    return _made[device]
 
 
 def is_present(device_type: str) -> bool:
     return support(device_type).is_present()
+
+
+def back_end_extras() -> set[str | None]:
+    """The optional dependency groups of all back ends."""
+    return {_support(folder).extra for folder in _SUPPORT}
 
 
 def usable_devices() -> dict[str, str | None]:

@@ -17,7 +17,15 @@ from typing import Any, get_args
 import torch
 
 from isobit.config.precision import PrecisionConfig, Preset
-from isobit.kernels.backend import Backend, backend_of, is_present, support, usable_devices
+from isobit.kernels.backend import (
+    Backend,
+    back_end_extras,
+    back_end_of,
+    backend_of,
+    is_present,
+    support,
+    usable_devices,
+)
 from isobit.kernels.operands import LinearWeight, Quantised
 from isobit.models.config import ModelConfig
 from isobit.models.folder import model_needs
@@ -358,8 +366,10 @@ def _runs_here(findings: list[Finding]) -> Iterator[str]:
         yield f"rollout, training, evaluation and verify: on the CPU, {_flows('cpu')}"
         for device, problem in usable_devices().items():
             if device != "cpu" and problem is None:
-                yield f"the same on {device}, and there by default, {_flows(device)}"
-    useless = {support(device).extra for device in usable_devices() if not is_present(device)}
+                by = f"by the back end {back_end_of(device)}"
+                yield f"the same on {device}, and there by default, {by}, {_flows(device)}"
+    here = {support(device).extra for device in usable_devices() if is_present(device)}
+    useless = back_end_extras() - here
     for extra, lacking in extras().items():
         if extra not in ("dev", *useless):
             yield f"not installed: {', '.join(lacking)}; pip install 'isobit[{extra}]'"

@@ -26,6 +26,7 @@ by the device's times of steps (``StepTimes``); none where that is no more than 
 
 from array import array
 from collections.abc import Sequence
+from math import inf
 from typing import Protocol
 from zlib import crc32
 
@@ -48,6 +49,11 @@ class StepTimes(Protocol):
     @property
     def wait_s(self) -> float:
         """What a step takes longer because the tokens of the one before are waited for first."""
+        ...
+
+    @property
+    def host_s(self) -> float:
+        """And, by sample, because the host meanwhile looks guesses up and plans with them."""
         ...
 
     def step_seconds(self, rows: int, length: int) -> float:
@@ -79,8 +85,14 @@ class Drafter:
             return False
         for sample in running:
             self.note(sample)
+        rows, length = len(running), max(sample.length for sample in running)
+        wait_s = self._times.wait_s + self._times.host_s * rows
+        accepted = sum(_most_accepted(sample) for sample in running)
+        now, later = (self._times.step_seconds(rows + more, length) for more in (0, 1))
+        if (rows + accepted) * now <= rows * (later + wait_s):
+            return False  # not even if every guess cost as little as one
         likely = [_chances(sample, self._most, sample.foretold) for sample in running]
-        return any(self._counts(likely, running, self._times.wait_s))
+        return any(self._counts(likely, running, wait_s))
 
     def drafts(
         self, samples: Sequence[Sample], rooms: Sequence[int], decoding: Sequence[Sample]
@@ -186,6 +198,14 @@ def _salt(sample: Sample) -> int:
     processes.
     """
     return crc32(sample.handle.prompt_id.encode())
+
+
+def _most_accepted(sample: Sample) -> float:
+    """Guesses of a sample that are accepted, however many there are."""
+    rate = sample.acceptance
+    if rate <= 0:
+        return 0.0
+    return sample.foretold * rate / (1 - rate) if rate < 1 else inf
 
 
 def _chances(sample: Sample, count: int, foretold: float = 1.0) -> list[float]:

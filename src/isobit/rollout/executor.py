@@ -58,6 +58,8 @@ WAIT_S = 5e-4
 """Seconds, by estimate, in which the device has nothing to do where the host waits for its tokens
 before it plans the next step.
 """
+HOST_S = 3e-5
+"""Seconds, by estimate, in which the host looks up a sample's guesses and plans with them."""
 ROWS_OF_TWICE = 40
 """Rows for which a CPU takes twice as long as for none: about what models of 2 to 60 million
 parameters take in ``bf16``, ``fp8`` and ``int8``.
@@ -77,7 +79,7 @@ class Executor(ABC, Generic[Runner]):
 
     patience = 0
     """Steps for which prompts wait for others (``Scheduler``)."""
-    wait_s = 0.0
+    wait_s = host_s = 0.0
     """As in ``isobit.rollout.drafts.StepTimes``."""
 
     def __init__(
@@ -265,7 +267,7 @@ def _with_finite(
 class PipelinedExecutor(Executor[PipelineRunner]):
     """Carries out plans, one step ahead of the tokens that it knows."""
 
-    patience, wait_s = PATIENCE, WAIT_S
+    patience, wait_s, host_s = PATIENCE, WAIT_S, HOST_S
 
     def __init__(
         self, runner: PipelineRunner, make_runner: Callable[[], PipelineRunner], stats: EngineStats

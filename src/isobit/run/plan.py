@@ -15,7 +15,7 @@ import torch
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.rollout import RunRolloutConfig
 from isobit.config.training import TrainingConfig
-from isobit.kernels.backend import backend_of, support
+from isobit.kernels.backend import backend_of, support, use_back_end
 from isobit.memory.activations import FrozenModel
 from isobit.memory.device import MOMENTS, Card, DevicePlan, DevicePlanner
 from isobit.models.decoder import checkpoint_shapes, decoder_shape
@@ -96,6 +96,7 @@ class Plan(Generic[Config, Data]):
 
     def choose_device(self) -> torch.device:
         """The device that it computes on.  Raises ConfigError where there is none such."""
+        use_back_end(self.config.back_end)
         return choose_device(self.config.device, self.model.config, self.config.precision)
 
 

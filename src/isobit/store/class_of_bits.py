@@ -1,7 +1,7 @@
 """The class of bits of a machine.  Machines of one class compute the same bits from the same inputs
 at the same number of threads:
 
-    device        cpu or cuda
+    device        cpu; of a GPU also its generation and the back end, such as cuda-sm90-hopper
     arithmetic    of a CPU: SHA-256 of the results of torch's operations on fixed inputs.  The
                   instruction set alone is not enough: AVX2 and AVX-512 multiply matrices to the
                   same bits and differ in softmax, and MKL and oneDNN choose for themselves
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from isobit.kernels.backend import support
 from isobit.store.kernels_digest import kernels_sha256
 
 _GEMMS = ((1, 128, 128), (7, 300, 130), (64, 1024, 512), (257, 2048, 96))
@@ -29,12 +30,18 @@ _GEMMS = ((1, 128, 128), (7, 300, 130), (64, 1024, 512), (257, 2048, 96))
 def class_of_bits(device: torch.device, libraries: Mapping[str, str]) -> dict[str, str]:
     """The class of this machine; ``libraries`` are those that the back end needs, by version."""
     return {
-        "device": device.type,
+        "device": support(device.type).device_class(device),
         **({"arithmetic": arithmetic_sha256()} if device.type == "cpu" else {}),
         "torch": torch.__version__,
         "kernels": kernels_sha256(),
         **libraries,
     }
+
+
+def recorded_bits(bits: Mapping[str, str]) -> dict[str, str]:
+    """The class that a run recorded; ``cuda`` was Hopper alone, by the back end of that name."""
+    found = dict(bits)
+    return found | {"device": "cuda-sm90-hopper"} if found.get("device") == "cuda" else found
 
 
 @cache

@@ -14,6 +14,7 @@ from typing import Any
 
 from isobit.config.recipes import Recipe, recorded_recipe
 from isobit.store.checkpoint import Checkpoint
+from isobit.store.class_of_bits import recorded_bits
 from isobit.store.directory import RunDirectory, no_run
 from isobit.util.errors import CheckpointError, ConfigError
 from isobit.util.plain_files import read_plain
@@ -24,6 +25,7 @@ MAY_CHANGE = {
     "check": "whether a difference of bits warns or stops",
     "tracking": "where figures are sent as well",
     "evaluation.every": "how often the policy is measured; a measurement changes nothing",
+    "back_end": "what it changes is part of the class of bits, which is compared",
     "cluster": "who computes: the bytes of a run do not depend on it",
     "rollout.max_sequences": "the engine's bits do not depend on the sizes of its batches",
     "rollout.max_batched_tokens": "nor on the chunks of a prompt",
@@ -225,7 +227,7 @@ def compare(
     """The inputs and parts of the class of bits that differ and are ``allowed``.  Raises
     ConfigError for others, and for an allowed name that is no key, setting or input.
     """
-    before, now = old.environment["bits"], environment["bits"]
+    before, now = recorded_bits(old.environment["bits"]), environment["bits"]
     tokens = {"model.tokens": ALL_TOKENS} if "model.tokens" in inputs else {}
     saved = {**tokens, **old.inputs, **{f"bits.{name}": value for name, value in before.items()}}
     found = {**inputs, **{f"bits.{name}": value for name, value in now.items()}}

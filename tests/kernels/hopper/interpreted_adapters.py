@@ -9,9 +9,10 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from isobit.kernels.hopper import linear as hopper
 from isobit.kernels.operands import AdapterWeight, LinearWeight
 from isobit.kernels.spec import linear as specification
+from isobit.kernels.triton import linear as ours
+from isobit.kernels.triton.products import PortableProducts
 from isobit.precision.flow import Site
 from tests.kernels.triton.interpreted_qkv import convert
 
@@ -37,16 +38,16 @@ def made(rank: int, columns: int, *targets: tuple[int, int]) -> AdapterWeight:
 def check(adapter: AdapterWeight, columns: int, width: int) -> None:
     x, y = integers(TOKENS, columns), integers(TOKENS, width)
     low = specification.adapter_low(x, adapter)
-    assert torch.equal(hopper.adapter_low(x, adapter), low)
+    assert torch.equal(ours.adapter_low(PortableProducts, x, adapter), low)
     exact = y.clone()
     specification.add_adapter(exact, x, adapter)
     assert not torch.equal(exact, y)
     for first, save in ((True, False), (False, False), (False, True)):
-        hopper._sums_first = lambda *_, first=first: first
+        ours._sums_first = lambda *_, first=first: first
         for rows in (slice(0, TOKENS), slice(3, 4), slice(60, 69)):
-            ours = y[rows].clone()
-            made = hopper.add_adapter(ours, x[rows].contiguous(), adapter, save)
-            assert torch.equal(ours, exact[rows])
+            added = y[rows].clone()
+            made = ours.add_adapter(PortableProducts, added, x[rows].contiguous(), adapter, save)
+            assert torch.equal(added, exact[rows])
             assert made is None or torch.equal(made, low[rows])
             assert (made is None) == (not first and not save)
 

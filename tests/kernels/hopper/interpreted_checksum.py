@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import torch
 
-from isobit.kernels.hopper import optimiser as ours
 from isobit.kernels.noise import CHUNK, Rows
 from isobit.kernels.spec import optimiser as specification
+from isobit.kernels.triton import optimiser as ours
 
 DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64)
 SHORT_CHUNK, SHORT_WIDTH, SHORT_RUN = 64, 16, 3  # words, words, chunks

@@ -2,10 +2,10 @@
 
 import torch
 
-from isobit.kernels.hopper.experts import choose, route_backward
 from isobit.kernels.operands import RouterLoss, Routing, sequence_means
 from isobit.kernels.spec import experts as specification
 from isobit.kernels.triton.dispatch import combine, gather, make_dispatch
+from isobit.kernels.triton.experts import choose, route_backward
 
 HIDDEN = 24
 

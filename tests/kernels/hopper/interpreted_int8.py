@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from isobit.kernels.hopper.experts import swiglu_rows
 from isobit.kernels.hopper.grouped_gemm import grouped_gemm_nt, suits_deep_gemm
 from isobit.kernels.hopper.int8 import Dots, Persistent, Tiles, int8_gemm_nt
-from isobit.kernels.hopper.linear import linear
+from isobit.kernels.hopper.products import HopperProducts
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import linear as linear_specification
 from isobit.kernels.spec import quantise as specification
@@ -20,8 +19,9 @@ from isobit.kernels.spec.experts import one_expert
 from isobit.kernels.triton import int8 as portable
 from isobit.kernels.triton import pointwise, quantise
 from isobit.kernels.triton.dispatch import gather, make_dispatch
+from isobit.kernels.triton.experts import swiglu_rows
 from isobit.kernels.triton.grouped_gemm import ExpertMatrices
-from isobit.kernels.triton.linear import output_gradient
+from isobit.kernels.triton.linear import linear, output_gradient
 from isobit.kernels.triton.quantise import (
     publish,
     quantise_int8,
@@ -94,11 +94,11 @@ def check_products(columns: int) -> None:
         assert torch.equal(int8_gemm_nt(x, weight, cut), exact)
     for cut in (Tiles(64, 128, 1, 1, swaps=False), Tiles(64, 128, 4, 1, swaps=False)):
         assert torch.equal(int8_gemm_nt(x, weight, cut), exact)
-    assert torch.equal(linear(x, LinearWeight(SITE, weight)), exact)
+    assert torch.equal(linear(HopperProducts, x, LinearWeight(SITE, weight)), exact)
     assert torch.equal(int8_gemm_nt(x, weight, Tiles(32, 16, 1, 1, True, 512, 2)), exact)
     for rows in (slice(5, 6), slice(7, 10), slice(9, 17)):
         some = Int8Rows(x.values[rows], x.scales[rows])
-        assert torch.equal(linear(some, LinearWeight(SITE, weight)), exact[rows])
+        assert torch.equal(linear(HopperProducts, some, LinearWeight(SITE, weight)), exact[rows])
     if columns % 16 == 0:
         few = Int8Rows(x.values[:3], x.scales[:3])
         assert torch.equal(int8_gemm_nt(few, weight, Dots(8, words=128)), exact[:3])

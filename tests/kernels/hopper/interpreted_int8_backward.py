@@ -2,17 +2,16 @@
 the bits of the specification's.
 """
 
-from types import ModuleType
-
 import torch
 from triton.runtime import interpreter
 
-from isobit.kernels.hopper import int8_backward, linear
+from isobit.kernels.hopper.products import HopperProducts
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import int8_backward as specification
 from isobit.kernels.spec import linear as linear_specification
 from isobit.kernels.triton import int8_backward as operands
-from isobit.kernels.triton.linear import output_gradient
+from isobit.kernels.triton.linear import output_gradient, wgrad
+from isobit.kernels.triton.products import Products
 from isobit.kernels.triton.quantise import publish
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Int8Parts, Int8Rows, block_sizes
@@ -33,10 +32,9 @@ def check(
     columns: int,
     tokens: int,
     spoilt: float | None = None,
-    layer: ModuleType = linear,
-    products: ModuleType = int8_backward,
+    products: type[Products] = HopperProducts,
 ) -> None:
-    """Of the linears in a module, and its products."""
+    """Of the linears of such products."""
     site = Site("qkv_proj", "linear", "int8", dgrad="int8", wgrad="int8", parts=parts)
     master = torch.randn(sum(parts), columns) * torch.exp(2 * torch.randn(sum(parts), 1))
     dy, x = gradients(tokens, sum(parts)), gradients(tokens, columns)
@@ -60,13 +58,13 @@ def check(
         assert torch.equal(bits(ours.scales), bits(theirs.scales))
         assert torch.equal(ours.values[:, :tokens], theirs.values)
         assert not ours.values[:, tokens:].any()
-    d_x = products.dgrad(made.rows, turned(matrix, parts))
+    d_x = products.int8_dgrad(made.rows, turned(matrix, parts))
     torch.testing.assert_close(
         d_x, linear_specification.dgrad(exact.rows, weight), rtol=0, atol=0, equal_nan=True
     )
     grad = torch.randn(sum(parts), columns)
     theirs = grad.clone()
-    layer.wgrad(made.tokens, x, grad, site)
+    wgrad(products, made.tokens, x, grad, site)
     linear_specification.wgrad(dy, x, theirs, site)
     torch.testing.assert_close(grad, theirs, rtol=0, atol=0, equal_nan=True)
 

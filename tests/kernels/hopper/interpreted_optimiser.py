@@ -4,11 +4,11 @@ from itertools import pairwise
 
 import torch
 
-from isobit.kernels.hopper import optimiser as ours
-from isobit.kernels.hopper.optimiser import gradient_squares
 from isobit.kernels.noise import AdamWFactors, noise_key
 from isobit.kernels.spec import optimiser as specification
 from isobit.kernels.spec.optimiser import gradient_squares as specified_squares
+from isobit.kernels.triton import optimiser as ours
+from isobit.kernels.triton.optimiser import gradient_squares
 from tests.kernels.moments import zero_moments
 
 ROWS, WIDTH = 300, 64

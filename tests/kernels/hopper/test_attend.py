@@ -5,8 +5,8 @@ from math import prod
 import pytest
 import torch
 
-from isobit.kernels.hopper import sizes
-from isobit.kernels.hopper.attend import Attended, HopperKvCache
+from isobit.kernels.triton import sizes
+from isobit.kernels.triton.attend import Attended, GpuKvCache
 from isobit.kernels.triton.attention import SCALES, PackedKeys
 from isobit.kernels.triton.heads import PAGE_TOKENS
 from isobit.kernels.triton.linear import joined_rows
@@ -32,7 +32,7 @@ SHAPE = CacheShape(4, 2, 64)
     ],
 )
 def test_pages_are_zero_and_of_the_promised_size(mixed: PrecisionFlow) -> None:
-    cache = HopperKvCache(SHAPE, mixed, 5, "cpu")
+    cache = GpuKvCache(SHAPE, mixed, 5, "cpu")
     assert sum(x.nbytes for x in bytes_of_pages(cache)) == 5 * sizes.page_bytes(SHAPE, mixed)
     assert all(x.is_contiguous() and not x.any() for x in bytes_of_pages(cache))
     for pages, format in zip(cache.layers, cache.formats, strict=True):
@@ -52,9 +52,7 @@ def test_pages_are_zero_and_of_the_promised_size(mixed: PrecisionFlow) -> None:
 
 @pytest.mark.parametrize("preset", ["fp8", "int8"])
 def test_layers_are_apart_and_cleared_in_place(preset: str) -> None:
-    cache = HopperKvCache(
-        SHAPE, SHAPE.flow(preset, first_layers_bf16=1, last_layers_bf16=1), 3, "cpu"
-    )
+    cache = GpuKvCache(SHAPE, SHAPE.flow(preset, first_layers_bf16=1, last_layers_bf16=1), 3, "cpu")
     views = bytes_of_pages(cache)
     for i, x in enumerate(views):
         x.fill_(i + 1)
@@ -65,7 +63,7 @@ def test_layers_are_apart_and_cleared_in_place(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", ["fp8", "int8"])
 def test_read_gives_a_token_back(preset: str) -> None:
-    cache = HopperKvCache(SHAPE, SHAPE.flow(preset, first_layers_bf16=1), 3, "cpu")
+    cache = GpuKvCache(SHAPE, SHAPE.flow(preset, first_layers_bf16=1), 3, "cpu")
     for x in bytes_of_pages(cache):
         x.copy_(torch.randint(0, 120, x.shape))
     slots = torch.tensor([2 * PAGE_TOKENS + 7, 0, PAGE_TOKENS + 127])
@@ -90,7 +88,7 @@ def test_read_gives_a_token_back(preset: str) -> None:
 
 def test_the_fp32_flow_is_refused() -> None:
     with pytest.raises(ConfigError, match="CPU"):
-        HopperKvCache(SHAPE, SHAPE.flow("fp32"), 1, "cpu")
+        GpuKvCache(SHAPE, SHAPE.flow("fp32"), 1, "cpu")
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 7, 64])

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from isobit.kernels.hopper import linear
+from isobit.kernels.triton import linear
 from tests.kernels.hopper.ahead_of_time import Compiled, compile_for_hopper
 
 TYPES = {

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from isobit.kernels.hopper import experts, grouped_gemm
-from isobit.kernels.triton import dispatch, transpose, wgrad
+from isobit.kernels.hopper import grouped_gemm
+from isobit.kernels.triton import dispatch, experts, transpose, wgrad
 from isobit.kernels.triton import grouped_gemm as portable
 from tests.kernels.hopper.ahead_of_time import E4M3, Compiled, compile_for_hopper
 

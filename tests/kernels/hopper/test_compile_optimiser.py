@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from isobit.kernels.hopper import optimiser
-from isobit.kernels.triton import head
+from isobit.kernels.triton import head, optimiser
 from tests.kernels.hopper.ahead_of_time import Compiled, compile_for_hopper
 
 TYPES = {

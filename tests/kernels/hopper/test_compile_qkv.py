@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from isobit.kernels.hopper import attend
-from isobit.kernels.triton import qkv
+from isobit.kernels.triton import attend, qkv
 from isobit.kernels.triton.heads import PAGE_TOKENS
 from tests.kernels.hopper.ahead_of_time import E4M3, compile_for_hopper
 

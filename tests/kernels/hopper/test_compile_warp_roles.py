@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from isobit.kernels.hopper import attention_backward, linear
+from isobit.kernels.hopper import attention_backward, wgrad
 from isobit.kernels.triton import attention_backward as portable
 from tests.kernels.hopper.ahead_of_time import E4M3, Compiled, compile_for_hopper
 
@@ -108,19 +108,19 @@ def test_prepare(dim: int, qk: str, v: str, scale: str | None) -> None:
     ("n", "k", "experts"), [(24576, 4096, False), (960, 576, False), (1536, 2048, True)]
 )
 def test_wgrad(n: int, k: int, experts: bool) -> None:
-    rows, block, part = linear.ROWS.value, linear.BLOCK.value, linear.PART.value
+    rows, block, part = wgrad.ROWS.value, wgrad.BLOCK.value, wgrad.PART.value
     types = {
         **{
-            name: f"tensordesc<fp8e4nv[{size}, {block}],{linear.SWIZZLED!r}>"
+            name: f"tensordesc<fp8e4nv[{size}, {block}],{wgrad.SWIZZLED!r}>"
             for name, size in (("a_desc", part), ("b_desc", block))
         },
         **{
-            name: f"tensordesc<fp32[{size}],{linear.FLAT!r}>"
+            name: f"tensordesc<fp32[{size}],{wgrad.FLAT!r}>"
             for name, size in (("a_scale_desc", rows), ("b_scale_desc", block))
         },
     }
-    constants = {"N": n, "K": k, "STAGES": linear.STAGES} | ({} if experts else {"STARTS": None})
-    made = compiled(linear._wgrad_kernel, types, constants, most_stack=64)
+    constants = {"N": n, "K": k, "STAGES": wgrad.STAGES} | ({} if experts else {"STARTS": None})
+    made = compiled(wgrad._wgrad_kernel, types, constants, most_stack=64)
     lines = made.sass.splitlines()
     products = [i for i, line in enumerate(lines) if "QGMMA.64x128x32.F32.E4M3.E4M3" in line]
     assert len(products) == 16 and "UTMALDG" in made.sass  # two of a token group a warpgroup

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from isobit.kernels.hopper import memory
-from isobit.kernels.hopper.memory import HopperMemory
+from isobit.kernels.triton import memory
+from isobit.kernels.triton.memory import GpuMemory
 
 GPU = torch.device("cuda", 0)
 
@@ -12,7 +12,7 @@ GPU = torch.device("cuda", 0)
 def test_what_is_available_counts_what_torch_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 140))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
-    assert (HopperMemory(GPU).free(), HopperMemory(GPU).available()) == (100, 130)
+    assert (GpuMemory(GPU).free(), GpuMemory(GPU).available()) == (100, 130)
 
 
 @pytest.mark.parametrize("variable", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -25,5 +25,5 @@ def test_an_allocator_that_the_environment_sets_is_left_alone(
         monkeypatch.delenv(name, raising=False)
     if variable is not None:
         monkeypatch.setenv(variable, "max_split_size_mb:512")
-    HopperMemory(GPU).allocate_in_pages()
+    GpuMemory(GPU).allocate_in_pages()
     assert found == ([] if variable else ["expandable_segments:True"])

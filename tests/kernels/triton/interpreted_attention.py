@@ -70,14 +70,15 @@ def _wide(x: Any) -> np.ndarray:
     return convert(x.data, x.dtype, tl.float32, None).view(np.float32).astype(np.float64)
 
 
-def _to_float(_: object, x: Any, wanted: Any) -> Any:
+_si_to_fp = interpreter.InterpreterBuilder.create_si_to_fp
+
+
+def _to_float(builder: Any, x: Any, wanted: Any) -> Any:
     """Integers, which the interpreter does not round to BF16 but takes for its bits."""
-    made = x.data.astype(np.float32)
-    if wanted.scalar == tl.bfloat16:
-        made = convert(made, tl.float32, tl.bfloat16, None)
-    else:
-        assert wanted.scalar == tl.float32
-    return interpreter.TensorHandle(made, wanted.scalar)
+    if wanted.scalar != tl.bfloat16:
+        return _si_to_fp(builder, x, wanted)
+    made = convert(x.data.astype(np.float32), tl.float32, tl.bfloat16, None)
+    return interpreter.TensorHandle(made, tl.bfloat16)
 
 
 def prepare() -> None:

@@ -17,7 +17,8 @@ from isobit.kernels.spec import quantise as specification
 from isobit.kernels.spec.quantise import SHIFT, decode_e4m3
 from isobit.kernels.triton import linear, quantise
 from isobit.kernels.triton.e4m3 import decoded, rounded
-from isobit.kernels.triton.quantise import QuantRows, publish_portably, republish_portably
+from isobit.kernels.triton.products import PortableProducts
+from isobit.kernels.triton.quantise import QuantRows, publish, republish
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import E4M3, E4M3_MAX, QuantTensor, ScaleKind
 from tests.kernels.comparison import same
@@ -86,13 +87,13 @@ def check_quantisers(parts: tuple[int, ...], columns: int, scales: ScaleKind) ->
     read = linear.linear_input(x, site, as_bytes=True).read
     assert same(read, specification.quantise_rows(x, scales))
     master = torch.randn(sum(parts), columns) * torch.exp(3 * torch.randn(sum(parts), 1))
-    before = publish_portably(site, torch.ones_like(master))
+    before = publish(site, torch.ones_like(master), as_bytes=True)
     assert same(before, specification.publish(site, torch.ones_like(master)))
     master[1, 1] = torch.nan
     exact, weight = specification.publish(site, master), LinearWeight(site, before)
     assert isinstance(before, QuantTensor) and isinstance(exact, QuantTensor)
     old = before.values.view(torch.uint8).clone()
-    changed = republish_portably(weight, master)
+    changed = republish(weight, master, as_bytes=True)
     assert same(weight.matrix, exact)
     assert int(changed) == int((old != exact.values.view(torch.uint8)).sum())
 
@@ -110,7 +111,7 @@ def check_product(parts: tuple[int, ...], columns: int, tokens: int) -> None:
     exact = specification_of_linear.linear(quantised, weight)
     for rows in (slice(3, 4), slice(2, tokens // 2), slice(0, tokens)):
         some = QuantRows(read.values[rows], read.scales[rows])
-        assert torch.equal(linear.linear(some, weight), exact[rows])
+        assert torch.equal(linear.linear(PortableProducts, some, weight), exact[rows])
 
 
 def quick() -> None:

@@ -1,6 +1,7 @@
 """Run in Triton's interpreter by test_interpreted.py: linears have the specification's bits."""
 
 from collections.abc import Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,9 @@ from triton.runtime import interpreter
 
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import linear as specification
-from isobit.kernels.triton import int8, int8_backward, linear
+from isobit.kernels.triton import int8, linear
 from isobit.kernels.triton.int8 import Dots, Tiles, int8_gemm_nt
+from isobit.kernels.triton.products import PortableProducts
 from isobit.kernels.triton.quantise import publish, quantise_int8
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Int8Rows
@@ -29,7 +31,10 @@ def prepare() -> Any:
     interpreter._convert_float = convert
     int8._dot4 = _dot4
     torch.manual_seed(0)
-    operations = {"linear_input": linear.linear_input, "linear": linear.linear}
+    operations = {
+        "linear_input": linear.linear_input,
+        "linear": partial(linear.linear, PortableProducts),
+    }
     return SimpleNamespace(device=torch.device("cpu"), publish=publish, **operations)
 
 
@@ -59,7 +64,7 @@ def check_cuts(columns: int) -> None:
 
 def check_backward(parts: tuple[int, ...], columns: int, tokens: int, *spoilt: float) -> None:
     prepare()
-    check(parts, columns, tokens, *spoilt, layer=linear, products=int8_backward)
+    check(parts, columns, tokens, *spoilt, products=PortableProducts)
 
 
 def quick() -> None:

@@ -26,8 +26,9 @@ from isobit.kernels.triton import (
 )
 from isobit.kernels.triton.dispatch import Dispatch, GroupedRows, gather, make_dispatch
 from isobit.kernels.triton.gemm import bf16_gemm_nn, bf16_gemm_nt
-from isobit.kernels.triton.grouped_gemm import ExpertMatrices, grouped_gemm_nt, grouped_gemm_tn
-from isobit.kernels.triton.quantise import QuantRows, publish_portably
+from isobit.kernels.triton.grouped_gemm import ExpertMatrices, grouped_gemm_nt
+from isobit.kernels.triton.products import PortableProducts
+from isobit.kernels.triton.quantise import QuantRows, publish
 from isobit.kernels.triton.transpose import transpose_experts
 from isobit.kernels.triton.wgrad import bf16_gemm_tn
 from isobit.precision.flow import Site
@@ -104,7 +105,7 @@ def check_e4m3_backward(
     for exactly in kinds:
         dy, x = (make(tokens, width, exactly) for width in (sum(parts), columns))
         master = make(sum(parts), columns, exactly).float()
-        matrix = publish_portably(site, master)
+        matrix = publish(site, master, as_bytes=True)
         assert isinstance(matrix, QuantTensor)
         weight = LinearWeight(site, matrix)
         made = linear.output_gradient(dy, site, as_bytes=True)
@@ -120,11 +121,11 @@ def check_e4m3_backward(
         in_blocks = torch.cat([pad(one, (0, -one.shape[1] % BLOCK)) for one in blocks], 1)
         assert torch.equal(made.rows.values.view(torch.uint8), in_blocks)
         assert same(made.rows.scales.contiguous(), exact.rows.scales)
-        d_x = linear.dgrad(made.rows, weight)
+        d_x = linear.dgrad(PortableProducts, made.rows, weight)
         true = specification.dequantise_rows(exact.rows).double()
         true = true @ specification.dequantised(weight).double()
         grad, theirs = torch.ones(sum(parts), columns), torch.ones(sum(parts), columns)
-        linear.wgrad(made.tokens, saved, grad, site)
+        linear.wgrad(PortableProducts, made.tokens, saved, grad, site)
         specification.wgrad(exact.tokens, specification.input_saved(x, site), theirs, site)
         exact_grad = 1 + fp64(made.tokens) @ fp64(saved).t()
         if exactly:
@@ -157,7 +158,7 @@ def check_experts(format: Format, width: int, columns: int, tokens: int) -> None
     count, parts = 3, (width, width)
     own, n = site_of(parts, format), 2 * width
     site = replace(own, parts=parts * count)
-    matrix = publish_portably(site, integers(count * n, columns, most=15).float())
+    matrix = publish(site, integers(count * n, columns, most=15).float(), as_bytes=True)
     dy, x = integers(tokens, n, most=15), integers(tokens, columns, most=15)
     dispatch = make_dispatch(torch.randint(0, count - 1, (tokens, 1)).int(), count)
     d_rows, rows = (gather(side, dispatch, pads=True).values for side in (dy, x))
@@ -176,7 +177,7 @@ def check_experts(format: Format, width: int, columns: int, tokens: int) -> None
     before = torch.ones(count * n, columns)
     grad = before.clone()
     assert read.saved is not None
-    grouped_gemm_tn(gradient.tokens, read.saved, grad, own, dispatch)
+    linear.wgrad(PortableProducts, gradient.tokens, read.saved, grad, own, dispatch)
     assert dispatch.experts is not None
     labels = dispatch.experts[dispatch.places[:, 0].long()]
     for index in range(count):
@@ -188,16 +189,16 @@ def check_experts(format: Format, width: int, columns: int, tokens: int) -> None
             assert torch.equal(theirs, rows_of_it)
             continue
         alone = linear.linear_input(x[token], own, save=True, as_bytes=True)
-        assert torch.equal(made[place], linear.linear(alone.read, its_own))
+        assert torch.equal(made[place], linear.linear(PortableProducts, alone.read, its_own))
         d_alone = linear.output_gradient(dy[token], own, as_bytes=True)
         if format == "int8":
             assert isinstance(its_own.matrix, Int8Rows)
             one = turned(its_own.matrix, parts)
             alone_d_x = int8_backward.dgrad(d_alone.rows, one)  # type: ignore[arg-type]
         else:
-            alone_d_x = linear.dgrad(d_alone.rows, its_own)
+            alone_d_x = linear.dgrad(PortableProducts, d_alone.rows, its_own)
         assert torch.equal(d_x[place], alone_d_x)
-        linear.wgrad(d_alone.tokens, alone.saved, theirs, own)  # type: ignore[arg-type]
+        linear.wgrad(PortableProducts, d_alone.tokens, alone.saved, theirs, own)  # type: ignore[arg-type]
         assert torch.equal(rows_of_it, theirs)
 
 

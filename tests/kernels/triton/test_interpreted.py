@@ -55,3 +55,13 @@ def test_some_of_each_format(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_backward_and_experts(tmp_path: Path) -> None:
     run_interpreted("tests.kernels.triton.interpreted_products:whole", tmp_path)
+
+
+def test_a_model(tmp_path: Path) -> None:
+    run_interpreted("tests.kernels.triton.interpreted_model:bf16", tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("what", ["int8", "fp8", "adapters", "experts_in_int8", "experts_in_fp8"])
+def test_models(what: str, tmp_path: Path) -> None:
+    run_interpreted(f"tests.kernels.triton.interpreted_model:{what}", tmp_path)

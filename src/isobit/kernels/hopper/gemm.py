@@ -223,6 +223,17 @@ def bf16_gemm_nt(
     return out
 
 
+def bf16_gemm_nn(
+    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """A [M, K], B [K, N], both BF16 -> A B in ``dtype``, BF16 or FP32 [M, N].  cuBLAS may cut a
+    long sum in pieces, and adds those of a BF16 product in BF16.
+    """
+    if dtype == torch.bfloat16:
+        return torch.mm(a, b)
+    return torch.mm(a, b, out_dtype=dtype)
+
+
 def _multiply(a: QuantRows, b: QuantTensor, out: torch.Tensor, back_end: BackEnd) -> None:
     """A B^T to out; B has one grid of blocks."""
     if back_end == "deep_gemm":

@@ -1,16 +1,22 @@
 """Support of the Hopper back end (sm_90) for a device and a model; loads on every machine."""
 
-import importlib.util
-from pathlib import Path
-
 import torch
 
 from isobit.kernels.backend import ModelNeeds
 from isobit.kernels.hopper import sizes as sizes  # noqa: PLC0414 (said to be part of this module)
-from isobit.kernels.triton.heads import heads_problem
+from isobit.kernels.triton.support import (
+    class_of,
+    device_model,
+    has_own_memory,
+    is_present,
+    shared_problem,
+    state_of,
+    triton_problem,
+)
 from isobit.precision.flow import LinearShape
 
-has_own_memory = True
+__all__ = ["device_model", "has_own_memory", "is_present", "sizes"]
+
 libraries = ("triton", "sgl-deep-gemm")
 extra = "hopper"
 remedy = (
@@ -24,31 +30,17 @@ K_MULTIPLE, N_MULTIPLE = 16, 8
 """Divisors of an FP8 linear's sizes: the copy engine reads rows of whole 16 bytes."""
 
 
-def device_model(device: torch.device) -> str | None:
-    return torch.cuda.get_device_name(device)
+def device_class(device: torch.device) -> str:
+    return class_of("hopper", device)
 
 
-def is_present() -> bool:
-    return torch.cuda.is_available()
+def is_preferred() -> bool:
+    """On cards of its generation, and for plans where there is no card."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == _HOPPER
 
 
 def state() -> tuple[str, bool]:
-    if not torch.cuda.is_available():
-        if not Path("/proc/driver/nvidia/version").is_file():
-            return "none; everything runs on the CPU", False
-        return (
-            f"the machine has an NVIDIA driver, but torch {torch.__version__} cannot use it; "
-            "everything runs on the CPU",
-            True,
-        )
-    if (why_not := problem()) is not None:
-        return f"not used: {why_not}; everything runs on the CPU", False
-    free, total = (size / (1 << 30) for size in torch.cuda.mem_get_info())
-    return (
-        f"{torch.cuda.get_device_name()}: Hopper, {free:.3g} GiB free of {total:.3g} GiB; rollout, "
-        "training, evaluation and verify run on it",
-        False,
-    )
+    return state_of("hopper", problem())
 
 
 def problem() -> str | None:
@@ -57,33 +49,19 @@ def problem() -> str | None:
         return "torch sees no NVIDIA GPU"
     major, minor = torch.cuda.get_device_capability()
     if major != _HOPPER:
-        name = torch.cuda.get_device_name()
         return (
-            f"{name} is sm_{major}{minor}, and the GPU kernels are written and proven for Hopper "
-            "(sm_90) only"
+            f"{torch.cuda.get_device_name()} is sm_{major}{minor}, and the kernels of the back end "
+            "'hopper' are for Hopper (sm_90) only; back_end = 'triton' is for all cards since "
+            "Ampere"
         )
-    if importlib.util.find_spec("triton") is None:
-        return (
-            "Triton is not installed, which the GPU kernels are written in; it comes with torch "
-            "for CUDA: pip install 'isobit[hopper]'"
-        )
-    return None
+    return triton_problem()
 
 
 def model_problem(needs: ModelNeeds) -> str | None:
-    if needs.preset == "fp32":
-        return "precision 'fp32' is the CPU's reference"
-    if needs.gate != "silu":
-        what = "a clamped SwiGLU, sinks, and biases of all linears"
-        what = "an MLP with GELU (GeGLU)" if needs.gate == "gelu_tanh" else what
-        return f"the model has {what}, and the kernels on the GPU compute SiLU (SwiGLU) alone"
-    if needs.has_frozen_experts:
-        return "LoRA on a model with experts is computed on CPUs alone"
-    if needs.preset != "bf16":
-        for linear in needs.linears:
-            if (why_not := linear_problem(linear)) is not None:
-                return why_not
-    return heads_problem(needs.num_heads, needs.num_kv_heads, needs.head_dim, HEAD_SIZES)
+    if (problem := shared_problem(needs, HEAD_SIZES)) is not None or needs.preset == "bf16":
+        return problem
+    problems = (linear_problem(linear) for linear in needs.linears)
+    return next((one for one in problems if one is not None), None)
 
 
 def linear_problem(linear: LinearShape) -> str | None:

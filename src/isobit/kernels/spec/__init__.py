@@ -24,6 +24,14 @@ def device_model(device: torch.device) -> str | None:
     return None
 
 
+def device_class(device: torch.device) -> str:
+    return device.type
+
+
+def is_preferred() -> bool:
+    return True
+
+
 def is_present() -> bool:
     return True
 

@@ -204,13 +204,11 @@ def _sealed(x):
 
 @triton.jit
 def _within(mask, d, D: tl.constexpr, WIDTH: tl.constexpr, AXIS: tl.constexpr):
-    """A mask, or None, for vectors of D numbers whose ``d`` counts to WIDTH, a power of two, along
-    the axis that is not AXIS.
+    """A mask for vectors of D numbers whose ``d`` counts to WIDTH, a power of two, along the axis
+    that is not AXIS.
     """
     if D == WIDTH:
         return mask
-    elif mask is None:
-        return tl.expand_dims(d < D, AXIS)
     else:
         return mask & tl.expand_dims(d < D, AXIS)
 
@@ -343,8 +341,8 @@ def _decode_kernel(
     t = tl.arange(0, TILE)
     table = TABLE + b * table_stride
     row = b * H + head
-    along = _within(None, d, D, WIDTH, 0)
-    down = _within(None, d, D, WIDTH, 1)
+    along = (d < D)[None, :] if D < WIDTH else None
+    down = (d < D)[:, None] if D < WIDTH else None
     stored = _within(valid[None, :], d, D, WIDTH, 1)
     q = _multiplied(tl.load(Q + row[None, :] * D + d[:, None], mask=stored, other=0.0))
     m = tl.full([N], -float("inf"), tl.float32)
@@ -473,8 +471,8 @@ def _prefill_part(
     # waiting for them costs a tenth of the time.
     BYTES: tl.constexpr = K.dtype.element_ty == tl.uint8
     ZERO: tl.constexpr = None if D == WIDTH else 0.0
-    along = _within(None, d, D, WIDTH, 0)
-    down = _within(None, d, D, WIDTH, 1)
+    along = (d < D)[None, :] if D < WIDTH else None
+    down = (d < D)[:, None] if D < WIDTH else None
     AHEAD: tl.constexpr = SCALED and (BYTES or K_SCALE.dtype.element_ty == tl.float32)
     if SCALED:
         next_k_scale = tl.load(K_SCALE + tl.minimum(start + t, length - 1) * G)

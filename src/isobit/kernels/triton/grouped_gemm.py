@@ -1,8 +1,7 @@
-"""Products of experts on every card: each expert's matrix times the rows of its own tokens
+"""FProp and DGrad of experts on every card: each expert's matrix times the rows of its own tokens
 (``isobit.kernels.triton.dispatch``), in one launch.
 
-    FProp, DGrad   Y[row, n] = sum_k A[row, k] B[expert of row, n, k]
-    WGrad          grad[e, n, k] += sum over expert e's rows of A[row, n] B[row, k]
+    Y[row, n] = sum_k A[row, k] B[expert of row, n, k]
 
 An element is computed as by the dense products, in the same order along K, so an expert's output
 for a token has the bits of a dense product with its matrix alone.  DGrad in INT8 is a product for
@@ -19,14 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.operands import LinearWeight, Operand
+from isobit.kernels.operands import LinearWeight
 from isobit.kernels.triton.dispatch import Dispatch, GroupedRows
 from isobit.kernels.triton.e4m3 import PRODUCT_SCALE, decoded
 from isobit.kernels.triton.gemm import Cut
-from isobit.kernels.triton.int8_backward import Unbalanced, balanced_rows
-from isobit.kernels.triton.quantise import QuantRows
-from isobit.kernels.triton.wgrad import bf16_gemm_tn, fp8_gemm_tn, int8_gemm_tn
-from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK, E4M3, Int8Parts, Int8Rows, num_blocks
 
 
@@ -205,22 +200,3 @@ def int8_dgrad(dy: Int8Parts, weight: Int8Parts, dispatch: Dispatch) -> torch.Te
         cut = cut_of(right, dispatch)
         multiply(left, right, dispatch, to, cut, before=before, adds=True)
     return out
-
-
-def grouped_gemm_tn(
-    dy: Operand, x: Operand, grad: torch.Tensor, site: Site, dispatch: Dispatch
-) -> None:
-    """grad, FP32 [E N, K], contiguous, += dY^T X of each expert's rows, padded with zeros to whole
-    groups of 128: dY [rows, N] and X [rows, K] in BF16, or dY^T and X^T in token groups.
-    """
-    if isinstance(x, QuantRows):
-        assert isinstance(dy, QuantRows)
-        fp8_gemm_tn(dy, x, grad, dispatch.starts)
-        return
-    assert isinstance(x, torch.Tensor)
-    if site.wgrad_of(len(dispatch.places)) == "int8":
-        int8_gemm_tn(*balanced_rows(Unbalanced.of(dy), x, dispatch), grad, dispatch.starts)
-        return
-    dy = dy.values if isinstance(dy, Unbalanced) else dy
-    assert isinstance(dy, torch.Tensor)
-    bf16_gemm_tn(dy, x, grad, starts=dispatch.starts)

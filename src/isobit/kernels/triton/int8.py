@@ -24,12 +24,11 @@ import torch
 import triton
 import triton.language as tl
 
+from isobit.kernels.triton.sizes import MOST_SPLITS, SPLIT_PROGRAMS
 from isobit.precision.quant_tensor import BLOCK, Int8Rows, num_blocks
 
 _BLOCKS_OF_SPLIT = 4  # of 128 along K, at least: fewer would not fill the pipeline
 _WIDTH = 1024  # columns of a program that adds splits
-_BUSY = 96  # programs that most cards compute at once, more or less
-_MOST_SPLITS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ def tiles(m: int, n: int, k: int, splits: bool = True) -> Tiles:
     if m > 64:
         return Tiles(64, 128, 1, 4, swaps=False, depth=64)
     block_m = max(16, triton.next_power_of_2(m))
-    parts = number_of_splits(n, k, _MOST_SPLITS, _BUSY) if splits else 1
+    parts = number_of_splits(n, k, MOST_SPLITS, SPLIT_PROGRAMS) if splits else 1
     return Tiles(block_m, 64, parts, 4, swaps=True)
 
 

@@ -629,18 +629,10 @@ def publish_rows(master: torch.Tensor, out: Int8Rows, changed: torch.Tensor | No
     )  # fmt: skip
 
 
-def publish(site: Site, master: torch.Tensor) -> Operand:
-    """FP32 [N, K] -> 128x128 blocks or INT8 rows of the BF16 rounding, or that rounding."""
-    return publish_portably(site, master, as_bytes=False)
-
-
-def republish(weight: LinearWeight, master: torch.Tensor) -> torch.Tensor:
-    """Write newer values into the same tensors; -> how many numbers have changed, int64."""
-    return republish_portably(weight, master, as_bytes=False)
-
-
-def publish_portably(site: Site, master: torch.Tensor, as_bytes: bool = True) -> Operand:
-    """``publish``; blocks ``as_bytes``: see ``publish_blocks``."""
+def publish(site: Site, master: torch.Tensor, as_bytes: bool = False) -> Operand:
+    """FP32 [N, K] -> 128x128 blocks or INT8 rows of the BF16 rounding, or that rounding; blocks
+    ``as_bytes``: see ``publish_blocks``.
+    """
     master = master.detach()
     if site.forward == "int8":
         rows = Int8Rows.empty(*master.shape, master.device)
@@ -653,10 +645,10 @@ def publish_portably(site: Site, master: torch.Tensor, as_bytes: bool = True) ->
     return made
 
 
-def republish_portably(
-    weight: LinearWeight, master: torch.Tensor, as_bytes: bool = True
-) -> torch.Tensor:
-    """``republish``; blocks ``as_bytes``: see ``publish_blocks``."""
+def republish(weight: LinearWeight, master: torch.Tensor, as_bytes: bool = False) -> torch.Tensor:
+    """Write newer values into the same tensors, blocks ``as_bytes``; -> how many numbers have
+    changed, int64.
+    """
     master, matrix = master.detach(), weight.matrix
     if isinstance(matrix, Int8Rows):
         changed = torch.empty(len(master), dtype=torch.int32, device=master.device)

@@ -1,4 +1,4 @@
-"""Attention of rollout and training on Hopper, and the paged KV cache.
+"""Attention of rollout and training on a GPU, and the paged KV cache.
 
 The cache has an arena for each format, in pages of 128 tokens laid out as
 ``isobit.kernels.triton.attention`` reads them.  A layer's ``PagedKeys`` are views of it, so that
@@ -13,7 +13,8 @@ one launch a tensor copies pages in all layers:
 ``DecodeAttention`` takes one token a sequence and reads nothing from the host, so a CUDA graph can
 capture it.  ``PagedAttention`` takes any ragged batch: single new tokens use the decode kernel, and
 chunks have the keys of their pages gathered and use the kernel of the training forward.  New tokens
-are written to the pages first.  All give the same bits.
+are written to the pages first.  All give the same bits, by the kernels of a back end
+(``products``).
 """
 
 from collections.abc import Sequence
@@ -23,9 +24,6 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.attention import decode_attention, prefill_attention
-from isobit.kernels.hopper.memory import to_device
-from isobit.kernels.hopper.sizes import page_formats
 from isobit.kernels.operands import (
     DecodeBatch,
     KvShape,
@@ -37,7 +35,10 @@ from isobit.kernels.operands import (
 from isobit.kernels.spec.qkv import Heads
 from isobit.kernels.triton.attention import SCALES, PackedKeys, PagedKeys
 from isobit.kernels.triton.heads import PAGE_TOKENS
+from isobit.kernels.triton.memory import to_device
+from isobit.kernels.triton.products import Products
 from isobit.kernels.triton.qkv import Queries, encode_packed, encode_paged, gather_pages
+from isobit.kernels.triton.sizes import page_formats
 from isobit.precision.flow import Graph, PrecisionFlow
 from isobit.precision.quant_tensor import DTYPES, E8M0_BIAS, Format
 
@@ -49,7 +50,7 @@ from isobit.precision.quant_tensor import DTYPES, E8M0_BIAS, Format
 _COPIED = 4096  # words of one copying program
 
 
-class HopperKvCache:
+class GpuKvCache:
     """``KvCache`` of a GPU."""
 
     page_tokens = PAGE_TOKENS
@@ -206,8 +207,15 @@ class Attended:
 class PackedAttention:
     """``AttendWithBackward`` for sequences of the given lengths; one object serves all layers."""
 
-    def __init__(self, graph: Graph, lengths: tuple[int, ...], positions: torch.Tensor) -> None:
+    def __init__(
+        self,
+        products: type[Products],
+        graph: Graph,
+        lengths: tuple[int, ...],
+        positions: torch.Tensor,
+    ) -> None:
         """``positions`` int64 [T], on the GPU."""
+        self._products = products
         self._formats: list[Format] = [
             site.forward for site in graph.sites if site.kind == "attention"
         ]
@@ -226,11 +234,12 @@ class PackedAttention:
     ) -> tuple[torch.Tensor, Attended]:
         """[T, (H + 2 G) D] -> [T, H D], and what the backward reads."""
         format = self._formats[layer]
-        queries, keys = encode_packed(qkv, transform, self._positions, format)
+        as_bytes = self._products.as_bytes
+        queries, keys = encode_packed(qkv, transform, self._positions, format, as_bytes)
         if is_observed():
             observe_heads(layer, query_heads(queries), *_key_heads(keys, format))
         starts, lengths, longest = self._starts, self._lengths, self._longest
-        out, lse = prefill_attention(
+        out, lse = self._products.prefill_attention(
             queries.values, queries.scales, keys, starts, lengths, starts, lengths, longest,
             longest, transform.window,
         )  # fmt: skip
@@ -240,11 +249,8 @@ class PackedAttention:
         self, attended: Attended, d_output: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The gradient of [T, H D], BF16 -> dq [T, H, D], dk and dv [T, G, D]."""
-        # Gluon, which the forward does not need
-        from isobit.kernels.hopper.attention_backward import attention_backward
-
         queries, keys, output = attended.queries, attended.keys, attended.output
-        return attention_backward(
+        return self._products.attention_backward(
             queries.values, queries.scales, keys, output, attended.log_sum_exp,
             d_output.view_as(output), self._starts, self._lengths, self._longest, attended.window,
         )  # fmt: skip
@@ -275,13 +281,15 @@ def _key_heads(keys: PackedKeys, format: Format) -> tuple[Heads, Heads]:
 class DecodeAttention:
     """``Attend`` for decoding sequences; one object serves all layers."""
 
-    def __init__(self, cache: HopperKvCache, batch: DecodeBatch) -> None:
-        self._cache, self._batch = cache, batch
+    def __init__(self, products: type[Products], cache: GpuKvCache, batch: DecodeBatch) -> None:
+        self._products, self._cache, self._batch = products, cache, batch
 
     def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
         batch, pages = self._batch, self._cache.layers[layer]
-        queries = encode_paged(qkv, transform, batch.positions, batch.slots, pages)
-        out, _ = decode_attention(
+        queries = encode_paged(
+            qkv, transform, batch.positions, batch.slots, pages, self._products.as_bytes
+        )
+        out, _ = self._products.decode_attention(
             queries.values, queries.scales, pages, batch.table, batch.lengths, batch.max_length,
             transform.window,
         )  # fmt: skip
@@ -315,9 +323,15 @@ class _Chunks:
 class PagedAttention:
     """``Attend`` for a ragged batch; one object serves all layers of one forward."""
 
-    def __init__(self, cache: HopperKvCache, batch: PagedBatch, positions: torch.Tensor) -> None:
+    def __init__(
+        self,
+        products: type[Products],
+        cache: GpuKvCache,
+        batch: PagedBatch,
+        positions: torch.Tensor,
+    ) -> None:
         """``batch`` on the host, ``positions`` int64 [T] on the GPU."""
-        self._cache, self._positions = cache, positions
+        self._products, self._cache, self._positions = products, cache, positions
         self._slots = to_device(batch.slots, positions.device)
         counts, lengths = (
             torch.tensor(batch.counts, dtype=torch.int32),
@@ -338,8 +352,9 @@ class PagedAttention:
 
     def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
         queries = encode_paged(
-            qkv, transform, self._positions, self._slots, self._cache.layers[layer]
-        )
+            qkv, transform, self._positions, self._slots, self._cache.layers[layer],
+            self._products.as_bytes,
+        )  # fmt: skip
         if is_observed():
             observe_heads(layer, query_heads(queries), *self._cache.read(layer, self._slots))
         if self._chunks is None:
@@ -358,7 +373,7 @@ class PagedAttention:
             values = values.view(torch.uint8).index_select(0, singles.rows).view(values.dtype)
             scales = None if scales is None else scales.index_select(0, singles.rows)
         pages = self._cache.layers[layer]
-        return decode_attention(
+        return self._products.decode_attention(
             values, scales, pages, singles.table, singles.lengths, singles.max_length, window
         )[0]
 
@@ -367,9 +382,10 @@ class PagedAttention:
     ) -> torch.Tensor:
         pages = self._cache.layers[layer]
         keys = gather_pages(
-            pages, chunks.table, chunks.key_starts, chunks.lengths, chunks.total, chunks.max_length
-        )
-        return prefill_attention(
+            pages, chunks.table, chunks.key_starts, chunks.lengths, chunks.total, chunks.max_length,
+            self._products.as_bytes,
+        )  # fmt: skip
+        return self._products.prefill_attention(
             queries.values, queries.scales, keys, chunks.query_starts, chunks.query_counts,
             chunks.key_starts, chunks.lengths, chunks.max_count, chunks.max_length, window,
         )[0]  # fmt: skip

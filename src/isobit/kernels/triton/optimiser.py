@@ -30,10 +30,10 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.memory import to_device
 from isobit.kernels.noise import CHUNK, GROUP, SEED, WORD, AdamWFactors, Rows, check_moments
 from isobit.kernels.spec import optimiser
 from isobit.kernels.spec.optimiser import BF16_NAN
+from isobit.kernels.triton.memory import to_device
 from isobit.kernels.triton.sampling import splitmix64
 from isobit.precision.quant_tensor import BLOCK, num_blocks
 

@@ -1,6 +1,6 @@
-"""A mixture of experts on Hopper: the router, and the experts with their backward.
+"""A mixture of experts: the router, and the experts with their backward.
 
-**Router.**  The logits x router^T are summed in FP32 by the GEMM of lm_head (``gemm``), whose rows
+**Router.**  The logits x router^T are summed in FP32 by the GEMM of lm_head, whose rows
 do not depend on the batch.  One program a token takes the softmax over all experts and chooses the
 k largest, of equal ones the lower index.  A logit and its index become one integer that orders as
 the choice does, so k distinct experts are found even among NaN.
@@ -13,11 +13,11 @@ the choice does, so k distinct experts are found even among NaN.
     out = activation W_down^T                   gate_up: dX and dW
     y[t] = sum over ranks of w * out            dx[t] = sum over ranks of dX
 
-Sums over ranks are in FP32 in their order, rounded once.  Few tokens go to DeepGEMM's masked
-kernel, which skips empty tiles; more tokens, and passes with a backward, use the contiguous layout.
-Both give the same bits.  With a backward, padding is zeros, so the quantisers of the dense linear
-can take all rows in groups of 128, none of which mixes two experts.  DGrad transposes the matrices
-a layer at a time.
+Sums over ranks are in FP32 in their order, rounded once.  Products are those of a back end
+(``products``).  Where it is faster, few tokens use the masked layout; more tokens, and passes with
+a backward, use the contiguous one.  Both give the same bits.  With a backward, padding is zeros, so
+the quantisers of the dense linear can take all rows in groups of 128, none of which mixes two
+experts.  DGrad transposes the matrices a layer at a time.
 """
 
 from dataclasses import dataclass, replace
@@ -27,14 +27,6 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper import int8_backward
-from isobit.kernels.hopper.gemm import bf16_gemm_nt, deep_gemm_or_triton
-from isobit.kernels.hopper.grouped_gemm import (
-    grouped_gemm_nt,
-    grouped_gemm_tn,
-    suits_deep_gemm,
-)
-from isobit.kernels.hopper.sizes import MASKED_TOKENS
 from isobit.kernels.operands import (
     ExpertGradients,
     Gate,
@@ -50,8 +42,9 @@ from isobit.kernels.operands import (
 from isobit.kernels.triton.dispatch import Dispatch, GroupedRows, combine, gather, make_dispatch
 from isobit.kernels.triton.grouped_gemm import ExpertMatrices
 from isobit.kernels.triton.int8_backward import transposed_parts
-from isobit.kernels.triton.linear import input_saved, output_gradient
+from isobit.kernels.triton.linear import input_saved, output_gradient, wgrad
 from isobit.kernels.triton.pointwise import swiglu_backward, swiglu_saved
+from isobit.kernels.triton.products import Products
 from isobit.kernels.triton.quantise import (
     gated,
     levels,
@@ -93,11 +86,12 @@ def _swiglu_rows_kernel(
     inside = column < C
     gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0)
     up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0)
+    as_bytes: tl.constexpr = VALUES.dtype.element_ty == tl.uint8
     y = gated(gate, up)
     if SCALES is None:
         tl.store(VALUES + row * C + column, y, mask=inside)
     else:
-        values, scales = quantise_groups(y.to(tl.float32), GROUPS, POWER_OF_TWO, LEVELS)
+        values, scales = quantise_groups(y.to(tl.float32), GROUPS, POWER_OF_TWO, LEVELS, as_bytes)
         tl.store(VALUES + row * C + column, values, mask=inside)
         number: tl.constexpr = (C + 127) // 128 if LEVELS is None else 1
         group = scale_groups(first, GROUPS, LEVELS)
@@ -110,9 +104,10 @@ def swiglu_rows(
     dispatch: Dispatch,
     scales: ScaleKind | Literal["int8"] | None,
     pads: bool,
+    as_bytes: bool = False,
 ) -> GroupedRows:
     """BF16 [rows, 2 I] -> the activation as down reads it: in E4M3 with such scales, in INT8 or in
-    BF16.  Padding is zeros with ``pads``.
+    BF16.  Padding is zeros with ``pads``; E4M3 is written ``as_bytes``.
     """
     columns, is_int8 = gate_up.shape[1] // 2, scales == "int8"
     format = "bf16" if scales is None else "int8" if is_int8 else "e4m3"
@@ -122,8 +117,9 @@ def swiglu_rows(
     most = width_of_row(columns) // BLOCK
     groups = most if is_int8 else min(8, most)
     grid = (dispatch.places.numel(), triton.cdiv(columns, groups * BLOCK))
+    values = out.values.view(torch.uint8) if as_bytes and format == "e4m3" else out.values
     _swiglu_rows_kernel[grid](
-        gate_up, dispatch.places, out.values, out.scales, dispatch.height,
+        gate_up, dispatch.places, values, out.scales, dispatch.height,
         columns, groups, scales == "power_of_two", levels(columns) if is_int8 else None,
         num_warps=warps_of_row(groups * BLOCK), enable_fp_fusion=False,
     )  # fmt: skip
@@ -131,25 +127,34 @@ def swiglu_rows(
 
 
 def experts(
-    x: Operand, routing: Routing, gate_up: LinearWeight, down: LinearWeight, gate: Gate = "silu"
+    products: type[Products],
+    x: Operand,
+    routing: Routing,
+    gate_up: LinearWeight,
+    down: LinearWeight,
+    gate: Gate = "silu",
 ) -> torch.Tensor:
     """x [T, C] as ``gate_up`` reads it -> y BF16 [T, C]."""
     tokens, num_experts = routing.logits.shape
-    matrices = [ExpertMatrices.of(weight, num_experts) for weight in (gate_up, down)]
-    has_kernel = deep_gemm_or_triton() == "deep_gemm" and all(map(suits_deep_gemm, matrices))
-    height = -(-tokens // BLOCK) * BLOCK if tokens <= MASKED_TOKENS and has_kernel else None
+    matrices = (ExpertMatrices.of(weight, num_experts) for weight in (gate_up, down))
+    height = products.masked_height(tokens, *matrices)
     dispatch = make_dispatch(routing.experts, num_experts, height)
-    outputs = _multiply(x, dispatch, gate_up, down, pads=False)[1]
+    outputs = _multiply(products, x, dispatch, gate_up, down, pads=False)[1]
     return combine(outputs, dispatch, routing.weights)
 
 
 def experts_saving(
-    x: LinearInput, routing: Routing, gate_up: LinearWeight, down: LinearWeight, gate: Gate = "silu"
+    products: type[Products],
+    x: LinearInput,
+    routing: Routing,
+    gate_up: LinearWeight,
+    down: LinearWeight,
+    gate: Gate = "silu",
 ) -> tuple[torch.Tensor, SavedExperts]:
     """The same bits, and what the backward reads; ``x.saved`` is x itself, BF16 [T, C]."""
     assert isinstance(x.saved, torch.Tensor)
     dispatch = make_dispatch(routing.experts, routing.logits.shape[1])
-    made, outputs = _multiply(x.read, dispatch, gate_up, down, pads=True)
+    made, outputs = _multiply(products, x.read, dispatch, gate_up, down, pads=True)
     saved = SavedExperts(x.saved, dispatch, made, outputs)
     return combine(outputs, dispatch, routing.weights), saved
 
@@ -161,20 +166,26 @@ def expert_site(weight: LinearWeight, num_experts: int) -> Site:
 
 
 def _multiply(
-    x: Operand, dispatch: Dispatch, gate_up: LinearWeight, down: LinearWeight, pads: bool
+    products: type[Products],
+    x: Operand,
+    dispatch: Dispatch,
+    gate_up: LinearWeight,
+    down: LinearWeight,
+    pads: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs of gate_up and down, BF16 [rows, 2 I] and [rows, C]."""
     num_experts = dispatch.counts.shape[0]
     wide = ExpertMatrices.of(gate_up, num_experts)
-    made = grouped_gemm_nt(gather(x, dispatch, pads), wide, dispatch)
+    made = products.grouped_gemm_nt(gather(x, dispatch, pads), wide, dispatch)
     scales = {"e4m3": down.site.scales, "int8": "int8"}.get(down.site.forward)
-    activation = swiglu_rows(made, dispatch, scales, pads)
+    activation = swiglu_rows(made, dispatch, scales, pads, products.as_bytes)
     if is_observed() and scales == "int8":
         assert activation.scales is not None
         places = dispatch.places.long()
         scales_of = activation.scales.flatten()[places]
         observe(activation.values[places], down.site.name, "input", scales=scales_of)
-    return made, grouped_gemm_nt(activation, ExpertMatrices.of(down, num_experts), dispatch)
+    narrow = ExpertMatrices.of(down, num_experts)
+    return made, products.grouped_gemm_nt(activation, narrow, dispatch)
 
 
 @triton.jit
@@ -195,6 +206,7 @@ def _weigh_kernel(
 
 
 def experts_backward(
+    products: type[Products],
     dy: torch.Tensor,
     saved: SavedExperts,
     routing: Routing,
@@ -206,18 +218,19 @@ def experts_backward(
     """dy BF16 [T, C] -> dx BF16 [T, C], and the gradient of the routing's weights, FP32 [T, k]."""
     assert grads is not None, "support.model_problem refuses frozen experts"
     dispatch, num_experts = saved.dispatch, routing.logits.shape[1]
+    as_bytes = products.as_bytes
     wide, narrow = (expert_site(weight, num_experts) for weight in (gate_up, down))
     d_outputs, d_weights = _weigh(dy, saved.outputs, dispatch, routing.weights)
-    d = output_gradient(d_outputs, narrow)
-    activation = swiglu_saved(saved.gate_up, narrow)
-    grouped_gemm_tn(d.tokens, activation, grads.down, narrow, dispatch)
-    d_activation = _dgrad(d.rows, down, dispatch)
+    d = output_gradient(d_outputs, narrow, as_bytes)
+    activation = swiglu_saved(saved.gate_up, narrow, as_bytes=as_bytes)
+    wgrad(products, d.tokens, activation, grads.down, narrow, dispatch)
+    d_activation = _dgrad(products, d.rows, down, dispatch)
     del d_outputs, activation
-    d = swiglu_backward(d_activation, saved.gate_up, wide)
-    x = input_saved(gather(saved.x, dispatch, pads=True).values, wide)
-    grouped_gemm_tn(d.tokens, x, grads.gate_up, wide, dispatch)
+    d = swiglu_backward(d_activation, saved.gate_up, wide, as_bytes=as_bytes)
+    x = input_saved(gather(saved.x, dispatch, pads=True).values, wide, as_bytes)
+    wgrad(products, d.tokens, x, grads.gate_up, wide, dispatch)
     del d_activation, x
-    return combine(_dgrad(d.rows, gate_up, dispatch), dispatch), d_weights
+    return combine(_dgrad(products, d.rows, gate_up, dispatch), dispatch), d_weights
 
 
 def _weigh(
@@ -234,15 +247,18 @@ def _weigh(
     return d_outputs, d_weights
 
 
-def _dgrad(dy: Operand, weight: LinearWeight, dispatch: Dispatch) -> torch.Tensor:
+def _dgrad(
+    products: type[Products], dy: Operand, weight: LinearWeight, dispatch: Dispatch
+) -> torch.Tensor:
     """dX = dY W of each row's expert, BF16 [rows, K]."""
     count = len(dispatch.counts)
     if isinstance(dy, Int8Parts):
         assert isinstance(weight.matrix, Int8Rows)
         turned = transposed_parts(weight.matrix, dy.parts, count)
-        return int8_backward.dgrad(dy, turned, dispatch)
+        return products.int8_dgrad(dy, turned, dispatch)
     matrices = ExpertMatrices.of(weight, count)
-    return grouped_gemm_nt(GroupedRows.of(dy), transpose_experts(matrices, weight.site), dispatch)
+    turned = transpose_experts(matrices, weight.site, products.as_bytes)
+    return products.grouped_gemm_nt(GroupedRows.of(dy), turned, dispatch)
 
 
 @triton.jit
@@ -305,6 +321,7 @@ def choose(logits: torch.Tensor, top_k: int, renormalise: bool) -> Routing:
 
 
 def route(
+    products: type[Products],
     x: torch.Tensor,
     router: torch.Tensor,
     top_k: int,
@@ -312,7 +329,8 @@ def route(
     bias: torch.Tensor | None = None,
 ) -> Routing:
     """x BF16 [T, C], the published router BF16 [E, C] -> the choice."""
-    return choose(bf16_gemm_nt(x, router, torch.float32), top_k, renormalise)
+    logits = products.bf16_gemm_nt(x, router, dtype=torch.float32)
+    return choose(logits, top_k, renormalise)
 
 
 @triton.jit

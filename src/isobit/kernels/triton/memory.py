@@ -21,7 +21,7 @@ _DEVICE = threading.Lock()
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-class HopperMemory:
+class GpuMemory:
     """``DeviceMemory`` of one GPU."""
 
     def __init__(self, device: torch.device) -> None:

@@ -1,0 +1,183 @@
+"""Run in Triton's interpreter by test_interpreted.py: a whole model on the portable back end.  What
+is sampled, in chunks of prompts and decoded, has the log-probabilities of training's forward, and
+those and the gradients are as near to FP32's as the specification's are.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from isobit.config.lora import LORA_TARGETS
+from isobit.config.precision import Preset
+from isobit.config.rollout import RolloutConfig
+from isobit.kernels.backend import Backend
+from isobit.kernels.spec.backend import SpecBackend
+from isobit.kernels.spec.quantise import publish, republish
+from isobit.kernels.triton import experts, int8_backward, quantise, sampling
+from isobit.kernels.triton import int8 as products
+from isobit.kernels.triton.backend import TritonBackend
+from isobit.models import policy as policy_module
+from isobit.models.config import Experts, Lora, ModelConfig
+from isobit.models.policy import Policy, random_policy
+from isobit.models.scorer import ScoredPass, Scorer
+from isobit.precision.quant_tensor import E4M3
+from isobit.records.packing import lay_end_to_end
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Prompt, SamplingParams
+from isobit.rollout.engine import generate
+from isobit.rollout.graph_runner import GraphRunner
+from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
+from isobit.rollout.runner import PolicyRunner
+from isobit.training.comparison import Comparison
+from tests.kernels.comparison import relative_error
+from tests.kernels.hopper.interpreted_int8_backward import turned
+from tests.kernels.triton.interpreted_attention import prepare as prepare_attention
+from tests.kernels.triton.interpreted_products import prepare as prepare_products
+from tests.models.policies import disturbed, whole_batch
+
+DENSE = ModelConfig("qwen3", 72, 64, 96, 1, 2, 1, 64, 256, 1e-6, 1e4, tied_embeddings=False)
+ADAPTED = replace(DENSE, lora=Lora(4, 8.0, LORA_TARGETS))
+MIXED = replace(DENSE, family="qwen3_moe", experts=Experts(4, 2, 40, renormalise=True))
+LENGTHS = (3, 4)
+PROMPTS = ((5, 7, 9, 11, 13), (5, 8))
+NEW_TOKENS = 3
+RUNNERS: dict[str, Callable[[Any, int], Any]] = {
+    "direct": PolicyRunner,
+    "captured": lambda policy, pages: GraphRunner(policy, pages, 4),
+}
+
+
+@triton.jit
+def _amax_bits(x, axis: tl.constexpr):
+    """By integers, whose maximum the interpreter takes at once."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
+
+
+@triton.jit
+def _gumbel(seed, index):
+    """Without the library's logarithm of 1 + x, which the interpreter lacks."""
+    odd = (sampling.splitmix64(seed, index.to(tl.uint64)) >> 11) | 1
+    return -tl.log(-tl.log(odd.to(tl.float32) * (1.0 / (1 << 53)) * 0.999))
+
+
+_launched = interpreter.GridExecutor.__call__
+
+
+def _without_e4m3(executor: Any, *given: Any, **named: Any) -> Any:
+    """Cards before sm_89 have no kernel that takes E4M3: it is bytes."""
+    values = (*given, *named.values())
+    assert not any(isinstance(one, torch.Tensor) and one.dtype == E4M3 for one in values)
+    return _launched(executor, *given, **named)
+
+
+class Interpreted(TritonBackend):
+    """On the host, whose steps are not captured and whose memory is not its own."""
+
+    is_asynchronous = False
+    capture: Any = SpecBackend.capture
+    to_host: Any = SpecBackend.to_host
+    synchronize: Any = SpecBackend.synchronize
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.memory: Any = None
+        self.publish: Any = publish  # the same bytes, in a hundredth of the time
+        self.republish: Any = republish
+
+
+def prepare() -> None:
+    prepare_products()
+    prepare_attention()
+    int8_backward.transposed_parts = experts.transposed_parts = turned
+    quantise.amax_bits = _amax_bits
+    products.cut_up = (
+        products.tiles
+    )  # of few tokens too, which no bit depends on, in a tenth of the time
+    sampling._gumbel = _gumbel
+    interpreter.GridExecutor.__call__ = _without_e4m3
+
+
+def policy_of(
+    make: Callable[[torch.device], Backend], config: ModelConfig, preset: Preset
+) -> Policy:
+    policy_module.backend_of = make
+    torch.manual_seed(0)
+    return disturbed(random_policy(config, preset, 0))
+
+
+def check_sampled(policy: Policy) -> None:
+    """By both runners, whose tokens are the same."""
+    sampling_of = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.8)
+    requests = [
+        Request(Prompt(str(i), "", ids), 0, 1, sampling_of) for i, ids in enumerate(PROMPTS)
+    ]
+    rollout = RolloutConfig(max_sequences=4, max_batched_tokens=4, kv_pages=6)
+    scorer, drawn = Scorer(policy), dict[str, list[TokenSequence]]()
+    for name, runner in RUNNERS.items():
+        made = generate(NativeEngine(policy, rollout, None, 0, runner), requests)
+        drawn[name] = [one.sequence for completions in made for one in completions]
+        batch = lay_end_to_end(drawn[name])
+        found = Comparison.of_batch(batch, scorer.score(batch))
+        assert found.tokens_compared == NEW_TOKENS * len(PROMPTS)
+        assert not found.differs, (name, found)
+    ids = [[list(one.token_ids) for one in sequences] for sequences in drawn.values()]
+    assert ids[0] == ids[1]
+
+
+def scored(policy: Policy) -> Sequence[torch.Tensor]:
+    """The log-probabilities of fixed tokens, and the gradients of all masters."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(policy.config.vocab_size, (sum(LENGTHS),), generator=generator)
+    for master in policy.parameters():
+        master.grad = torch.zeros_like(master)
+    one = ScoredPass(policy, whole_batch(ids, LENGTHS, ids.roll(1)), "none")
+    log_probs = one.forward().log_probs
+    one.backward(torch.randn(len(ids), generator=generator))
+    return [log_probs, *(master.grad for master in policy.parameters() if master.grad is not None)]
+
+
+def check(config: ModelConfig, preset: Preset) -> None:
+    prepare()
+    ours = policy_of(Interpreted, config, preset)
+    check_sampled(ours)
+    theirs, exact = (policy_of(lambda _: SpecBackend(), config, one) for one in (preset, "fp32"))
+    made = [scored(policy) for policy in (ours, theirs, exact)]
+    names = "log-probabilities", *ours.shapes
+    errors, yardsticks = (
+        torch.tensor([relative_error(one, true) for one, true in zip(side, made[2], strict=True)])
+        for side in made[:2]
+    )
+    # a gradient of a norm is a few numbers, whose roundings differ
+    allowed = 1.5 * yardsticks + 1e-3
+    assert (errors <= allowed).all(), list(zip(names, errors, yardsticks, strict=True))
+    assert errors.mean() <= 1.1 * yardsticks.mean() + 1e-3, (errors, yardsticks)
+
+
+def bf16() -> None:
+    check(DENSE, "bf16")
+
+
+def fp8() -> None:
+    check(DENSE, "fp8")
+
+
+def int8() -> None:
+    check(DENSE, "int8")
+
+
+def adapters() -> None:
+    check(ADAPTED, "int8")
+
+
+def experts_in_int8() -> None:
+    check(MIXED, "int8")
+
+
+def experts_in_fp8() -> None:
+    check(MIXED, "fp8")
