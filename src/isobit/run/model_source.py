@@ -197,8 +197,8 @@ def check_shape(shape: ModelShape) -> None:
         )
     if shape.moe_intermediate_size is not None and shape.family != "qwen3_moe":
         raise ConfigError(
-            "from_scratch.moe_intermediate_size is for the family 'qwen3_moe'; experts of "
-            "'mixtral' have intermediate_size"
+            "from_scratch.moe_intermediate_size is for the family 'qwen3_moe'; experts of the "
+            "others have intermediate_size"
         )
     if shape.sliding_window is not None and shape.family not in WINDOWED:
         raise ConfigError(
