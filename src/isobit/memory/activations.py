@@ -193,6 +193,26 @@ def published_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> in
     return rope + head + master_bytes(shape, flow, sizes)
 
 
+def engine_share_bytes(
+    shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes, rollout_tp: int
+) -> int:
+    """What each of the ranks that share an engine has for itself of the rollout's matrices and of
+    lm_head, in shares of equal size; 0 where none is shared.
+    """
+    if rollout_tp == 1:
+        return 0
+    graph, rows, columns = flow.rollout, shape.vocab_size, shape.hidden_size
+    head = DTYPES[graph.activations].itemsize * rows * columns
+    head += sizes.head_copy(graph.site(LM_HEAD), rows, columns)
+    matrices = {
+        name.rpartition(".")[0]: master.shape[1]
+        for name, master in build_decoder(shape).masters().items()
+        if master.kind == "matrix"
+    }
+    whole = head + sum(sizes.matrix(graph.site(path), wide) for path, wide in matrices.items())
+    return -(-whole // rollout_tp)
+
+
 @cache
 def master_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> int:
     """What is published of each master, in every form that a side reads."""

@@ -5,6 +5,7 @@ Weights stay; the engine's KV cache and the trainer's gradients and activations 
 cache stays, with the graphs captured over it. With the sizes of ``isobit.memory.host``,
 
     rollout     masters + published weights + moments + KV pages + forward
+                (+ this process's part of an engine that several share)
     training    masters + published weights + moments + gradients + saved activations + what passes
                 (+ KV pages that stay)
 
@@ -34,6 +35,7 @@ from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import (
     FrozenModel,
     added_up,
+    engine_share_bytes,
     page_locked,
     page_locked_bytes,
     passing_bytes,
@@ -45,6 +47,7 @@ from isobit.memory.cache_size import RESERVE, forward_bytes, num_pages_within, p
 from isobit.memory.host import Share, attended_tokens, microbatch_tokens, share_of
 from isobit.memory.refusal import Refusal
 from isobit.models.config import ModelConfig
+from isobit.models.tensor_parallel import with_heads_of_a_rank
 from isobit.parallel.gradient_sum import Slots
 from isobit.precision.flow import PrecisionFlow
 from isobit.training.optimiser import moment_bytes
@@ -133,6 +136,7 @@ class DevicePlanner:
     """False for a process that only samples, and scores a little of what it has sampled."""
     hosts: int = 1  # that compute slots of an update side by side
     copied: int = 0  # bytes of the weights that another engine has for itself
+    rollout_tp: int = 1  # processes that share an engine
 
     def plan(
         self, rollout: RolloutConfig | None, training: TrainingConfig, longest: int
@@ -206,11 +210,13 @@ class DevicePlanner:
 
     @property
     def _page_bytes(self) -> int:
-        return self.sizes.page_bytes(self.shape, self.flow)
+        return self.sizes.page_bytes(with_heads_of_a_rank(self.shape, self.rollout_tp), self.flow)
 
     @property
     def _copy(self) -> dict[str, int]:
-        return {COPY: self.copied} if self.copied else {}
+        share = engine_share_bytes(self.shape, self.flow, self.sizes, self.rollout_tp)
+        copied = self.copied + share
+        return {COPY: copied} if copied else {}
 
     def weight_bytes(self, training: TrainingConfig) -> dict[str, int]:
         if not self.learns:

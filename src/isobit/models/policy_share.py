@@ -1,9 +1,10 @@
 """One rank's share of a policy that several ranks sample from together
 (``isobit.models.tensor_parallel``).
 
-Masters arrive whole and one by one, are published as a ``Policy`` publishes them, and cut, so that
-the bytes are rows of the whole policy's and no rank ever holds more than its share and one master.
-A share only samples: it has no masters and no backward.
+A share only samples: it has no masters and no backward. Its bytes are rows of the whole policy's.
+For a ``PolicyShare`` masters arrive whole and one by one, are published as a ``Policy`` publishes
+them, and cut, so that no rank ever holds more than its share and one master. A ``PublishedShare``
+is cut from a policy that every rank has whole, since it also trains.
 """
 
 from collections.abc import Iterator
@@ -15,9 +16,10 @@ from isobit.config.precision import PrecisionConfig
 from isobit.kernels.backend import backend_of
 from isobit.models.adapters import Adapted
 from isobit.models.config import ModelConfig
-from isobit.models.decoder import build_decoder
+from isobit.models.decoder import Head, build_decoder
 from isobit.models.layers import Master, Weights
 from isobit.models.master_values import MasterValues
+from isobit.models.policy import Policy
 from isobit.models.published import PublishedWeights
 from isobit.models.tensor_parallel import TensorParallel
 from isobit.parallel.world import World
@@ -56,31 +58,74 @@ class PolicyShare:
         self._weights.tensor_parallel = self.tensor_parallel
         described = self.decoder.masters()
         for name, _ in published.take_all(masters, ()):
-            self._keep_share(name, described[name])
-        # what connections between GPUs take is there before a cache takes what is left
-        world.all_gather_stack(torch.zeros(1, device=self.device, dtype=torch.float32))
+            _take_share(self._weights, self._weights, name, described[name], self.decoder.lm_head)
+        _connect(world, self.device)
+
+    def weights(self, side: Side) -> Weights:
+        assert side == SIDE, "a share of a policy only samples"
+        return self._weights
+
+
+class PublishedShare:
+    """This rank's rows of what a whole policy has published, for an engine that ranks share."""
+
+    def __init__(self, whole: Policy, world: World) -> None:
+        """``whole`` is the same on all ranks of ``world``. Nothing is cut yet."""
+        self.whole = whole
+        self.config, self.decoder, self.flow = whole.config, whole.decoder, whole.flow
+        self.device, self.backend = whole.device, whole.backend
+        self.adapters: dict[str, Adapted] = {}
+        self.version = 0
+        """Of the policy when it was cut; 0 while it is not."""
+        split = TensorParallel.of(self.config, world)
+        self._weights = replace(
+            whole.weights(SIDE), tensor_parallel=split, linears={}, plain={}, head=None
+        )
+        _connect(world, self.device)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is there, cut from what was published last."""
+        return self.version == self.whole.version
 
     def weights(self, side: Side) -> Weights:
         assert side == SIDE, "a share of a policy only samples"
         return self._weights
 
     @torch.no_grad()
-    def _keep_share(self, name: str, master: Master) -> None:
-        """Replace what was just published of a master by this rank's rows of it."""
-        linears = self._weights.linears
-        plain = self._weights.plain
-        path = name.rpartition(".")[0]
-        parts = {part.split(".")[-2]: rows for part, rows in master.parts.items()}
-        if master.kind == "matrix":
-            linears[path] = replace(
-                linears[path], matrix=self.tensor_parallel.rows(linears[path].matrix, parts)
-            )
-        elif master.kind == "bias":
-            bias = linears[path].bias
-            assert bias is not None
-            linears[path] = replace(linears[path], bias=self.tensor_parallel.rows(bias, parts))
-        elif name == self.decoder.lm_head.master:
-            mine = self.tensor_parallel.mine(self.tensor_parallel.vocabulary)
-            self._weights.head = self._weights.lm_head.map(lambda tensor: tensor[mine].clone())
-            if not self.decoder.lm_head.tied:
-                del plain[name]
+    def cut(self) -> None:
+        """Copy the rows of what is published now."""
+        whole, head = self.whole.weights(SIDE), self.decoder.lm_head
+        self._weights.plain = dict(whole.plain)
+        for name, master in self.decoder.masters().items():
+            _take_share(self._weights, whole, name, master, head)
+        self.version = self.whole.version
+
+    def drop(self) -> None:
+        """Give the memory of the copies back."""
+        self._weights.linears, self._weights.plain, self._weights.head = {}, {}, None
+        self.version = 0
+
+
+@torch.no_grad()
+def _take_share(own: Weights, whole: Weights, name: str, master: Master, head: Head) -> None:
+    """Let ``own`` have this rank's rows of what ``whole``, perhaps itself, has of a master."""
+    split, path = own.tensor_parallel, name.rpartition(".")[0]
+    parts = {part.split(".")[-2]: rows for part, rows in master.parts.items()}
+    if master.kind == "matrix":
+        matrix = split.rows(whole.linears[path].matrix, parts)
+        own.linears[path] = replace(whole.linears[path], matrix=matrix, bias=None)
+    elif master.kind == "bias":
+        bias = whole.linears[path].bias
+        assert bias is not None
+        own.linears[path] = replace(own.linears[path], bias=split.rows(bias, parts))
+    elif name == head.master:
+        mine = split.mine(split.vocabulary)
+        own.head = whole.lm_head.map(lambda tensor: tensor[mine].clone())
+        if not head.tied:
+            del own.plain[name]
+
+
+def _connect(world: World, device: torch.device) -> None:
+    """What connections between GPUs take is there before a cache takes what is left."""
+    world.all_gather_stack(torch.zeros(1, device=device, dtype=torch.float32))

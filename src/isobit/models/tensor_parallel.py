@@ -114,8 +114,7 @@ class TensorParallel:
     @classmethod
     def of(cls, config: ModelConfig, world: World) -> "TensorParallel":
         """Raises ConfigError for a decoder that cannot be cut for the ranks of ``world``."""
-        if world.size > 1:
-            _check(config, world.size)
+        check_cut(config, world.size)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         return cls(
             world,
@@ -138,12 +137,8 @@ class TensorParallel:
         if self.size == 1:
             return config
         mine = self.mine(self.width)
-        return replace(
-            config,
-            num_heads=config.num_heads // self.size,
-            num_kv_heads=config.num_kv_heads // self.size,
-            intermediate_size=mine.stop - mine.start,
-        )
+        own = with_heads_of_a_rank(config, self.size)
+        return replace(own, intermediate_size=mine.stop - mine.start)
 
     def rows(self, matrix: Operand, parts: Mapping[str, int]) -> Operand:
         """This rank's rows of a published matrix or bias that fuses ``parts`` (rows by the
@@ -206,7 +201,27 @@ def check_ranks(rollout_tp: int, world: World) -> None:
         )
 
 
-def _check(config: ModelConfig, ranks: int) -> None:
+def check_shared_by(processes: int, rollout_tp: int) -> None:
+    """Raises ConfigError for a run whose processes do not share engines by ``rollout_tp``."""
+    if processes % rollout_tp:
+        started = "1 process" if processes == 1 else f"{processes} processes"
+        raise ConfigError(
+            f"cluster.rollout_tp is {rollout_tp}, but the run has {started}, which do not share "
+            f"engines by {rollout_tp}; start a multiple of {rollout_tp} (--cluster.processes N), "
+            "or set cluster.rollout_tp = 1: the bytes are the same"
+        )
+
+
+def with_heads_of_a_rank(config: ModelConfig, ranks: int) -> ModelConfig:
+    """The configuration with the heads of one of so many ranks, for the pages of a KV cache."""
+    heads, kv_heads = config.num_heads // ranks, config.num_kv_heads // ranks
+    return replace(config, num_heads=heads, num_kv_heads=kv_heads)
+
+
+def check_cut(config: ModelConfig, ranks: int) -> None:
+    """Refuse a decoder that cannot be cut for so many ranks. Raises ConfigError."""
+    if ranks == 1:
+        return
     if config.experts is not None:
         raise ConfigError(
             f"cluster.rollout_tp = {ranks}, but the model is a mixture of {config.experts.count} "
@@ -225,6 +240,9 @@ def _check(config: ModelConfig, ranks: int) -> None:
             f"cluster.rollout_tp = {ranks}, but the model's {heads} KV heads are not shared evenly "
             f"by so many ranks; take {', '.join(fitting)}"
         )
+    _in_blocks("intermediate_size", config.intermediate_size, ranks, BLOCK)
+    _in_blocks("hidden_size", config.hidden_size, ranks)
+    _in_blocks("vocab_size", config.num_drawn, ranks)
 
 
 def _even(columns: int, ranks: int) -> Cuts:

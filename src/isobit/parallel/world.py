@@ -217,7 +217,8 @@ ALONE = Alone()  # the default world
 
 
 T = TypeVar("T")
-_AGREED = "isobit_agreed"
+E = TypeVar("E", bound=BaseException)
+_AGREED, _ALONE = "isobit_agreed", "isobit_alone"
 
 
 def is_raised_on_all(error: BaseException) -> bool:
@@ -230,6 +231,14 @@ def is_raised_on_all(error: BaseException) -> bool:
 def raised_on_all(error: IsobitError) -> IsobitError:
     """Mark an error that every rank raises by itself, from what all know."""
     setattr(error, _AGREED, True)
+    return error
+
+
+def raised_alone(error: E) -> E:
+    """Mark an error of one rank that others do not come to hear of together, since they wait for it
+    in the middle of something else: the rank ends by itself.
+    """
+    setattr(error, _ALONE, True)
     return error
 
 
@@ -251,6 +260,8 @@ def run_and_gather(world: World, attempt: Callable[[], Any]) -> list[Any]:
     except StoppedAtOnce:
         raise
     except BaseException as raised:  # no rank may wait for this one after any error
+        if getattr(raised, _ALONE, False):
+            raise
         error = raised
     if world.size == 1:
         if error is not None:

@@ -29,7 +29,7 @@ from isobit.rollout.requests import Handle
 from isobit.run.acting import Generate
 from isobit.run.agreement import check_machines
 from isobit.run.crests import notice_crests
-from isobit.run.engines import make_engine
+from isobit.run.engines import check_sharing, make_engine
 from isobit.run.evaluation import Evaluation, Evaluator, OnProgress
 from isobit.run.frozen_models import load_teacher, teacher_table
 from isobit.run.grading import RecordedGrading
@@ -99,6 +99,7 @@ class Run(ABC, Generic[Config, Data]):
         """
         config, rollout = plan.config, plan.config.rollout
         around = around or Surroundings.none(world)
+        check_sharing(world, config.cluster.rollout_tp)
         run_on_all(world, lambda: None if world.rank else check_hook(config.checkpoint.on_save))
         self.config = config
         self.data = plan.data
@@ -115,7 +116,7 @@ class Run(ABC, Generic[Config, Data]):
         self.model = plan.source.load(config.precision, config.seed, device, world, learns, slots)
         self._engine: RolloutEngine | None = None
         if plan.generates:
-            self._engine = make_engine(self.model, rollout, config.seed, config.output, world)
+            self._engine = make_engine(self.model, rollout, config, world)
         policy, folder = self.model.policy, self.model.folder
         self.teacher = load_teacher(config, policy, folder) if learns else None
         self.trainer = Trainer(
@@ -132,8 +133,7 @@ class Run(ABC, Generic[Config, Data]):
         self.reward_models = ModelRewards(
             config.reward, plan.reward_models, device, config.data.date
         )
-        models = self.reward_models.scores(self._release_engine)
-        self.grading = around.grading(models, world)
+        self.grading = around.grading(self.reward_models.scores(self._release_engine), world)
         self.evaluator: Evaluator | None = None
         if self._engine is not None:
             check_requests(plan.requests, self._engine.check, self.model.context)
