@@ -466,24 +466,27 @@ def test_a_plan_for_a_card_is_within_five_per_cent_of_what_was_measured(
         assert planned == pytest.approx(peak, rel=0.05), phase
 
 
-def test_processes_that_share_an_engine_have_a_part_of_its_weights_and_of_a_longer_cache() -> None:
-    """Of the 7.07 GiB of 8B's matrices in E4M3, and of lm_head's 1.16 in BF16, half each."""
-    flow, total = build_flow(precision("fp8"), decoder_shape(QWEN3_8B)), H200
+def test_processes_that_share_an_engine_have_a_part_of_its_matrices_and_of_its_cache() -> None:
+    """Of 8B's matrices in E4M3, and of lm_head in BF16, half each; and one layer whole."""
+    flow = build_flow(precision("fp8"), decoder_shape(QWEN3_8B))
     training, rollout = TrainingConfig(moments="bf16"), RolloutConfig()
     alone, shared = (
-        DevicePlanner(QWEN3_8B, flow, sizes, total, processes=4, rollout_tp=ranks).plan(
+        DevicePlanner(QWEN3_8B, flow, sizes, H200, processes=4, rollout_tp=ranks).plan(
             rollout, training, 2304
         )
         for ranks in (1, 2)
     )
-    extra = shared.rollout["the engine's own weights"]
-    matrices = 8192 * 4096 * 36 + 4096 * 4096 * 36 - 2048 * 4096 * 36 + 3 * 12288 * 4096 * 36
+    layer = (6144 + 4096) * 4096 + 3 * 12288 * 4096
     table = 2 * 151936 * 4096
-    assert extra == pytest.approx((matrices + table) / 2, rel=0.01)
+    published = [one.training["published weights"] for one in (alone, shared)]
+    assert published[0] - published[1] == pytest.approx(36 * layer / 2, rel=0.01)
+    assert shared.training["matrices of a layer"] == pytest.approx(layer, rel=0.01)
+    assert shared.rollout["the engine's own weights"] == table / 2
     assert "the engine's own weights" not in shared.training
-    freed = alone.rollout["KV pages"] - shared.rollout["KV pages"]
-    assert freed == pytest.approx(extra, abs=1 << 25)
-    assert shared.pages > 1.8 * alone.pages
+    freed = published[0] - published[1] - shared.training["matrices of a layer"] - table / 2
+    cache = shared.rollout["KV pages"] - alone.rollout["KV pages"]
+    assert cache == pytest.approx(freed, abs=1 << 25)
+    assert shared.pages > 2 * alone.pages
 
 
 def test_a_card_is_named_or_measured_in_gib() -> None:

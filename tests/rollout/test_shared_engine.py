@@ -11,7 +11,7 @@ from isobit.config.rollout import RolloutConfig
 from isobit.models.function import function_of, is_one_function
 from isobit.models.policy import Policy
 from isobit.models.policy_share import PublishedShare
-from isobit.parallel.world import Alone, World, is_raised_on_all
+from isobit.parallel.world import ALONE, Alone, World, is_raised_on_all
 from isobit.records.wire import completions_of, completions_value
 from isobit.rollout.engine import generate
 from isobit.rollout.engine_stats import Progress
@@ -28,12 +28,13 @@ from tests.worlds import in_world
 SIZES = RolloutConfig(kv_pages=6, max_batched_tokens=37)
 
 
-def make_policy() -> Policy:
-    return Policy(MODEL, PrecisionConfig(preset="fp8"), masters(), trainable=False)
+def make_policy(sharing: World = ALONE) -> Policy:
+    precision = PrecisionConfig(preset="fp8")
+    return Policy(MODEL, precision, masters(), sharing=sharing)
 
 
 def engine_of(policy: Policy, world: World, peers: World) -> tuple[SharedEngine, NativeEngine]:
-    share = PublishedShare(policy, world)
+    share = PublishedShare(policy)
     own = NativeEngine(share, SIZES, None, seed=0)
     return SharedEngine(share, own, world, peers), own
 
@@ -45,7 +46,7 @@ def expected() -> list[Any]:
 
 def draw_twice(world: World) -> int:
     """Also by other weights, and where one rank alone has given its memory back."""
-    policy = make_policy()
+    policy = make_policy(world)
     engine, own = engine_of(policy, world, Alone())
     made, homes, stats = generate_shared(world, engine, requests())
     assert flat(made) == expected() and homes == [0] * len(made)
@@ -53,9 +54,18 @@ def draw_twice(world: World) -> int:
     if world.rank == 0:
         engine.release()
     assert generate_shared(world, engine, requests())[0] == made
-    policy.republish({name: values.mul(1.5) for name, values in masters()})
+    for master in policy.parameters():
+        master.data.mul_(1.5)
+    policy.publish()
     others, *_ = generate_shared(world, engine, requests())
-    assert flat(others) == flat(generate(NativeEngine(policy, SIZES, None, 0), requests()))
+    scaled = ((name, values.mul(1.5)) for name, values in masters())
+    alone = Policy(MODEL, PrecisionConfig(preset="fp8"), scaled)
+    assert policy.checksum() == alone.checksum()
+    drawn = [[one.token_ids, one.log_probs] for one in flat(others)]
+    engine_of_one = NativeEngine(alone, SIZES, None, 0)
+    assert drawn == [
+        [one.token_ids, one.log_probs] for one in flat(generate(engine_of_one, requests()))
+    ]
     assert flat(others) != expected() and own.num_live == 0
     return stats.generated_tokens
 
@@ -68,7 +78,7 @@ def test_completions_are_those_of_one_rank_by_the_newest_weights() -> None:
 def draw_and_move(world: World, _: Any) -> dict[str, Any]:
     """By two engines of two ranks each, of which the first is slow."""
     group, peers = world.split([0, 2, 4]), world.split_groups([[0, 2], [1, 3]])
-    engine, own = engine_of(make_policy(), group, peers)
+    engine, own = engine_of(make_policy(group), group, peers)
     mover = Mover(own)
     world.barrier("all are here")
     made, homes, stats = generate_shared(world, engine, requests(), slow(world, 0, 0.2))
@@ -94,7 +104,7 @@ def test_a_sample_moves_with_all_ranks_of_an_engine() -> None:
 
 def fail_in_many_ways(world: World) -> dict[str, str]:
     """Each time all ranks end, and begin anew."""
-    engine, own = engine_of(make_policy(), world, Alone())
+    engine, own = engine_of(make_policy(world), world, Alone())
     said: dict[str, str] = {}
 
     def attempt(asked: list[Request], **how: Any) -> str:
@@ -126,7 +136,7 @@ def test_what_ends_one_rank_ends_all() -> None:
 
 
 def break_one(world: World, failing: int) -> None:
-    engine, own = engine_of(make_policy(), world, Alone())
+    engine, own = engine_of(make_policy(world), world, Alone())
 
     def step() -> Any:
         raise OutOfMemoryError("rollout", "2 GiB", None, "lower rollout.max_sequences")
@@ -144,7 +154,7 @@ def test_a_rank_that_fails_alone_does_not_wait_for_the_others(failing: int) -> N
 
 
 def come_apart(world: World) -> None:
-    engine, own = engine_of(make_policy(), world, Alone())
+    engine, own = engine_of(make_policy(world), world, Alone())
     generate_shared(world, engine, requests()[:1])
     own.stats.forwards += world.rank
     generate_shared(world, engine, [])

@@ -193,24 +193,28 @@ def published_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> in
     return rope + head + master_bytes(shape, flow, sizes)
 
 
-def engine_share_bytes(
+def shared_bytes(
     shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes, rollout_tp: int
-) -> int:
-    """What each of the ranks that share an engine has for itself of the rollout's matrices and of
-    lm_head, in shares of equal size; 0 where none is shared.
+) -> tuple[int, int, int]:
+    """Of one of so many processes that share an engine: what it publishes of ``published_bytes``,
+    in shares of equal size; the matrices of a layer that it gathers; and its part of lm_head.
     """
+    whole = published_bytes(shape, flow, sizes)
     if rollout_tp == 1:
-        return 0
-    graph, rows, columns = flow.rollout, shape.vocab_size, shape.hidden_size
-    head = DTYPES[graph.activations].itemsize * rows * columns
-    head += sizes.head_copy(graph.site(LM_HEAD), rows, columns)
-    matrices = {
-        name.rpartition(".")[0]: master.shape[1]
-        for name, master in build_decoder(shape).masters().items()
-        if master.kind == "matrix"
-    }
-    whole = head + sum(sizes.matrix(graph.site(path), wide) for path, wide in matrices.items())
-    return -(-whole // rollout_tp)
+        return whole, 0, 0
+    layers: dict[str, int] = {}
+    for name, master in build_decoder(shape).masters().items():
+        if master.kind == "matrix":
+            path = name.rpartition(".")[0]
+            sites = {flow.rollout.site(path), flow.training.site(path)}
+            size = sum(sizes.matrix(site, master.shape[1]) for site in sites)
+            layer = path.rpartition(".")[0]
+            layers[layer] = layers.get(layer, 0) + size
+    matrices, graph = sum(layers.values()), flow.rollout
+    head = DTYPES[graph.activations].itemsize * shape.vocab_size * shape.hidden_size
+    head += sizes.head_copy(graph.site(LM_HEAD), shape.vocab_size, shape.hidden_size)
+    own = whole - matrices + -(-matrices // rollout_tp)
+    return own, max(layers.values()), -(-head // rollout_tp)
 
 
 @cache

@@ -5,7 +5,6 @@ Weights stay; the engine's KV cache and the trainer's gradients and activations 
 cache stays, with the graphs captured over it. With the sizes of ``isobit.memory.host``,
 
     rollout     masters + published weights + moments + KV pages + forward
-                (+ this process's part of an engine that several share)
     training    masters + published weights + moments + gradients + saved activations + what passes
                 (+ KV pages that stay)
 
@@ -19,6 +18,9 @@ is then the larger of two moments,
 
     scoring     masters + published weights + moments + the frozen weights + a forward
     backward    as above
+
+Of processes that share an engine each publishes its rows of the layers' matrices, and gathers those
+of one layer; for a rollout it copies its rows of lm_head.
 
 ``RESERVE`` is left free for captured graphs, kernels, gaps between torch's blocks, and the
 workspaces of libraries. Those of cuBLAS, some 32 MiB for each thread and stream, are in what torch
@@ -35,13 +37,12 @@ from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import (
     FrozenModel,
     added_up,
-    engine_share_bytes,
     page_locked,
     page_locked_bytes,
     passing_bytes,
-    published_bytes,
     saved_bytes,
     scoring_bytes,
+    shared_bytes,
 )
 from isobit.memory.cache_size import RESERVE, forward_bytes, num_pages_within, pages_for
 from isobit.memory.host import Share, attended_tokens, microbatch_tokens, share_of
@@ -60,7 +61,7 @@ Bytes = Mapping[str, int]
 MASTERS, MOMENTS, GRADIENTS = "masters", "optimiser moments", "gradients"
 OF_A_SLOT, MADE, ARRIVING = "sums of a slot", "gradients as they are made", "arriving gradients"
 CACHE = "KV pages"
-COPY = "the engine's own weights"
+COPY, GATHERED = "the engine's own weights", "matrices of a layer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,17 +215,22 @@ class DevicePlanner:
 
     @property
     def _copy(self) -> dict[str, int]:
-        share = engine_share_bytes(self.shape, self.flow, self.sizes, self.rollout_tp)
-        copied = self.copied + share
+        copied = self.copied + self._shared[2]
         return {COPY: copied} if copied else {}
 
+    @property
+    def _shared(self) -> tuple[int, int, int]:
+        return shared_bytes(self.shape, self.flow, self.sizes, self.rollout_tp)
+
     def weight_bytes(self, training: TrainingConfig) -> dict[str, int]:
+        published, layer, _ = self._shared
         if not self.learns:
-            return {"published weights": published_bytes(self.shape, self.flow, self.sizes)}
+            return {"published weights": published}
         share = self._share(training)
         return {
             MASTERS: 4 * share.numbers,
-            "published weights": published_bytes(self.shape, self.flow, self.sizes),
+            "published weights": published,
+            **({GATHERED: layer} if layer else {}),
             MOMENTS: moment_bytes(share.masters, training.moments),
             **({ARRIVING: share.arriving} if share.arriving else {}),
         }

@@ -41,10 +41,9 @@ from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import (
     FrozenModel,
     added_up,
-    engine_share_bytes,
     passing_bytes,
-    published_bytes,
     saved_bytes,
+    shared_bytes,
 )
 from isobit.memory.cache_size import batched_tokens, num_pages_for
 from isobit.models.config import ModelConfig
@@ -204,7 +203,6 @@ def estimate_memory(
         *_each(
             processes,
             MemoryItem("gradients on their way", on_their_way, _MODEL),
-            MemoryItem("published weights", published_bytes(shape, flow, sizes), _MODEL),
             *_of_the_engine(shape, flow, rollout, sizes, rollout_tp),
             MemoryItem(
                 "activations",
@@ -231,13 +229,14 @@ def estimate_memory(
 def _of_the_engine(
     shape: ModelConfig, flow: PrecisionFlow, rollout: RolloutConfig, sizes: Sizes, rollout_tp: int
 ) -> list[MemoryItem]:
-    """What each of so many processes has of the engine that they share."""
+    """What each of so many processes has of the weights and of the engine that they share."""
     cached = with_heads_of_a_rank(shape, rollout_tp)
     size = num_pages_for(cached, flow, rollout, sizes) * sizes.page_bytes(cached, flow)
     key = "rollout.kv_memory_gib" if rollout.kv_pages is None else "rollout.kv_pages"
-    copied = engine_share_bytes(shape, flow, sizes, rollout_tp)
-    own = [MemoryItem("the engine's own weights", copied, _MODEL)] if copied else []
-    return [*own, MemoryItem("KV pages", size, key)]
+    names = ("published weights", "matrices of a layer", "the engine's own weights")
+    weights = zip(names, shared_bytes(shape, flow, sizes, rollout_tp), strict=True)
+    items = [MemoryItem(name, part, _MODEL) for name, part in weights if part]
+    return [*items, MemoryItem("KV pages", size, key)]
 
 
 def microbatch_tokens(training: TrainingConfig, longest: int) -> int:

@@ -4,7 +4,7 @@
 A share only samples: it has no masters and no backward. Its bytes are rows of the whole policy's.
 For a ``PolicyShare`` masters arrive whole and one by one, are published as a ``Policy`` publishes
 them, and cut, so that no rank ever holds more than its share and one master. A ``PublishedShare``
-is cut from a policy that every rank has whole, since it also trains.
+reads the slices of a policy that also trains (``isobit.models.slices``).
 """
 
 from collections.abc import Iterator
@@ -67,25 +67,24 @@ class PolicyShare:
 
 
 class PublishedShare:
-    """This rank's rows of what a whole policy has published, for an engine that ranks share."""
+    """This rank's rows of what a policy has published, for an engine that ranks share."""
 
-    def __init__(self, whole: Policy, world: World) -> None:
-        """``whole`` is the same on all ranks of ``world``. Nothing is cut yet."""
+    def __init__(self, whole: Policy) -> None:
+        """``whole`` has slices, and the same of it is published on all ranks."""
         self.whole = whole
         self.config, self.decoder, self.flow = whole.config, whole.decoder, whole.flow
         self.device, self.backend = whole.device, whole.backend
         self.adapters: dict[str, Adapted] = {}
         self.version = 0
-        """Of the policy when it was cut; 0 while it is not."""
-        split = TensorParallel.of(self.config, world)
+        """Of the policy when lm_head was cut; 0 while it is not."""
         self._weights = replace(
-            whole.weights(SIDE), tensor_parallel=split, linears={}, plain={}, head=None
+            whole.weights(SIDE), tensor_parallel=whole.slices.split, linears={}, plain={}, head=None
         )
-        _connect(world, self.device)
+        _connect(whole.slices.split.world, self.device)
 
     @property
     def is_current(self) -> bool:
-        """Whether it is there, cut from what was published last."""
+        """Whether all is there, as it was published last."""
         return self.version == self.whole.version
 
     def weights(self, side: Side) -> Weights:
@@ -94,11 +93,10 @@ class PublishedShare:
 
     @torch.no_grad()
     def cut(self) -> None:
-        """Copy the rows of what is published now."""
-        whole, head = self.whole.weights(SIDE), self.decoder.lm_head
-        self._weights.plain = dict(whole.plain)
-        for name, master in self.decoder.masters().items():
-            _take_share(self._weights, whole, name, master, head)
+        """Read the slices, and copies of the rows of biases and of lm_head."""
+        own, whole, head = self._weights, self.whole.weights(SIDE), self.decoder.lm_head
+        own.linears, own.plain = self.whole.slices.own(SIDE), dict(whole.plain)
+        _take_head(own, whole, head)
         self.version = self.whole.version
 
     def drop(self) -> None:
@@ -120,10 +118,14 @@ def _take_share(own: Weights, whole: Weights, name: str, master: Master, head: H
         assert bias is not None
         own.linears[path] = replace(own.linears[path], bias=split.rows(bias, parts))
     elif name == head.master:
-        mine = split.mine(split.vocabulary)
-        own.head = whole.lm_head.map(lambda tensor: tensor[mine].clone())
-        if not head.tied:
-            del own.plain[name]
+        _take_head(own, whole, head)
+
+
+def _take_head(own: Weights, whole: Weights, head: Head) -> None:
+    mine = own.tensor_parallel.mine(own.tensor_parallel.vocabulary)
+    own.head = whole.lm_head.map(lambda tensor: tensor[mine].clone())
+    if not head.tied:
+        del own.plain[head.master]
 
 
 def _connect(world: World, device: torch.device) -> None:

@@ -78,6 +78,20 @@ def _sizes(cuts: Cuts) -> list[int]:
     return [last - first for first, last in pairwise(cuts)]
 
 
+def _interleaved(shares: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Rows of several matrices that lie behind each other in every share: those of the first matrix
+    from all ranks, which have ``sizes[0]`` of them, then those of the second ..
+    """
+    split = [
+        share.view(torch.uint8 if share.itemsize == 1 else share.dtype).split(
+            [of_matrix[rank] for of_matrix in sizes]
+        )
+        for rank, share in enumerate(shares)
+    ]
+    whole = torch.cat([of_rank[place] for place in range(len(sizes)) for of_rank in split])
+    return whole.view(shares[0].dtype)
+
+
 def _padded(share: torch.Tensor, width: int) -> torch.Tensor:
     missing = width - share.shape[1]
     return F.pad(share, (0, missing)) if missing else share
@@ -159,6 +173,33 @@ class TensorParallel:
         assert isinstance(matrix, QuantTensor), "a weight is in blocks"
         split = zip(parts_of(matrix), mine, strict=True)
         return _fused([_rows_of(part, rows) for part, slices in split for rows in slices])
+
+    def joined_rows(
+        self, shares: Sequence[Sequence[torch.Tensor]], parts: Mapping[str, int]
+    ) -> list[torch.Tensor]:
+        """Undo ``rows``: the values, and the scales if there are any, of a matrix that fuses
+        ``parts``, from those of every rank's rows; new tensors.
+        """
+        cuts = [cuts for name in parts for cuts in self._by_part[name]]
+        sizes, kinds = [_sizes(one) for one in cuts], list(zip(*shares, strict=True))
+        joined = [_interleaved(kinds[0], sizes)]
+        if len(kinds) > 1:
+            is_a_row = kinds[1][0].dim() == 1
+            blocks = self._joined_blocks
+            joined.append(_interleaved(kinds[1], sizes) if is_a_row else blocks(kinds[1], cuts))
+        return joined
+
+    def _joined_blocks(self, shares: Sequence[torch.Tensor], cuts: Sequence[Cuts]) -> torch.Tensor:
+        """Rows of scales of blocks; a block that is cut is in two shares."""
+        kept: list[list[torch.Tensor]] = [[] for _ in cuts]
+        for rank, share in enumerate(shares):
+            at = 0
+            for place, of_part in enumerate(cuts):
+                first, last = of_part[rank], of_part[rank + 1]
+                blocks = num_blocks(last) - first // BLOCK
+                kept[place].append(share[at + (first % BLOCK > 0) : at + blocks])
+                at += blocks
+        return torch.cat([one for of_part in kept for one in of_part])
 
     def _slices(self, matrices: Sequence[Cuts]) -> list[slice]:
         """This rank's rows of matrices that lie behind each other."""

@@ -126,6 +126,13 @@ class World(Protocol):
         """
         ...
 
+    def shared(self, size: int, device: torch.device) -> list[torch.Tensor]:
+        """``size`` bytes of every rank, which all can read, kept as long as the world: uint8 [size]
+        on ``device``, or of the host. The ranks are on one host. Raises ConfigError on all where
+        they cannot read each other's memory.
+        """
+        ...
+
     def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
         """A series of exchanges of FP32 numbers on ``device``; a rank sends at most ``numbers`` to
         another, and ``buffers`` exchanges may be under way.  GPUs of one host use copy engines.
@@ -196,6 +203,9 @@ class Alone:
 
     def all_gather_stack(self, mine: torch.Tensor) -> torch.Tensor:
         return mine[None]
+
+    def shared(self, size: int, device: torch.device) -> list[torch.Tensor]:
+        return [torch.empty(size, dtype=torch.uint8, device=device)]
 
     def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
         return NoExchanges()

@@ -8,7 +8,7 @@ from isobit.memory.cache_size import choose_num_pages
 from isobit.models.folder import LoadedModel
 from isobit.models.policy_share import PublishedShare
 from isobit.models.tensor_parallel import check_shared_by
-from isobit.parallel.world import World
+from isobit.parallel.world import ALONE, World
 from isobit.rollout.engine import RolloutEngine
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.shared_engine import SharedEngine
@@ -18,17 +18,22 @@ from isobit.util.option_secrets import ENVIRONMENT
 
 
 def make_engine(
-    model: LoadedModel, rollout: RolloutConfig, config: Recipe, world: World
+    model: LoadedModel, rollout: RolloutConfig, config: Recipe, world: World, sharing: World
 ) -> RolloutEngine:
     """What ``rollout.engine`` names, for a run of ``config`` with sizes of ``rollout``; every rank
-    of its world has servers of its own, and every ``cluster.rollout_tp`` ranks share a native
-    engine.  Raises ConfigError where it cannot be had.
+    of its world has servers of its own, and the ranks ``sharing`` a native engine have one
+    together.  Raises ConfigError where it cannot be had.
     """
-    seed, output, rollout_tp = config.seed, config.output, config.cluster.rollout_tp
+    seed, output = config.seed, config.output
     if not isinstance(rollout, RunRolloutConfig) or rollout.engine == "native":
-        if rollout_tp == 1:
+        if sharing.size == 1:
             return NativeEngine(model.policy, rollout, model.tokenizer, seed)
-        return _shared_engine(model, rollout, seed, world, rollout_tp)
+        firsts = range(0, world.size, sharing.size)
+        places = range(sharing.size)
+        peers = world.split_groups([[first + place for first in firsts] for place in places])
+        share = PublishedShare(model.policy)
+        engine = NativeEngine(share, rollout, model.tokenizer, seed)
+        return SharedEngine(share, engine, sharing, peers)
     if rollout.engine == "http":
         from isobit.rollout.http_engine import HttpEngine
 
@@ -53,21 +58,12 @@ def make_engine(
     return VllmEngine(model.policy, rollout, model.tokenizer, seed, pages)
 
 
-def _shared_engine(
-    model: LoadedModel, rollout: RolloutConfig, seed: int, world: World, rollout_tp: int
-) -> SharedEngine:
-    firsts = range(0, world.size, rollout_tp)
-    group = world.split([*firsts, world.size])
-    peers = world.split_groups([[first + place for first in firsts] for place in range(rollout_tp)])
-    share = PublishedShare(model.policy, group)
-    engine = NativeEngine(share, rollout, model.tokenizer, seed)
-    return SharedEngine(share, engine, group, peers)
-
-
-def check_sharing(world: World, rollout_tp: int) -> None:
-    """Refuse ranks that cannot share engines by ``rollout_tp``.  Raises ConfigError."""
+def sharing_world(world: World, rollout_tp: int) -> World:
+    """The ranks that share this one's engine, every ``rollout_tp`` neighbours.  Raises ConfigError
+    where they cannot.
+    """
     if rollout_tp == 1:
-        return
+        return ALONE
     check_shared_by(world.size, rollout_tp)
     hosts = world.all_gather(world.host)
     for first in range(0, world.size, rollout_tp):
@@ -79,6 +75,7 @@ def check_sharing(world: World, rollout_tp: int) -> None:
                 "start as many processes on every host as shares its engines evenly, or lower "
                 "cluster.rollout_tp"
             )
+    return world.split(range(0, world.size + 1, rollout_tp))
 
 
 def _server_key(rollout: RunRolloutConfig) -> str | None:
