@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from isobit.config.recipes import SftConfig
 from isobit.parallel.world import ALONE, World
 from isobit.rollout import episodes
 from isobit.rollout.native import NativeEngine
+from isobit.run.sft import sft
 from isobit.util.errors import ConfigError
 from tests.run import acting
 from tests.run.test_environment import STOPS, TOOLS
@@ -97,6 +99,23 @@ FORMS: dict[str, dict[str, Any]] = {
     "lag": {"async": {"lag": 1}, "rollout": {"max_new_tokens": 6, "speculation": 2}},
     "greedy baselines": {"algorithm": "remax"},
     "refilled groups": {"algorithm": {"name": "grpo", "dynamic_sampling": True}},
+    "reference": {
+        "algorithm": {"name": "grpo", "kl_coefficient": 0.1},
+        "reference": {"refresh_every": 2},
+    },
+    "values, slots, computed again": {
+        "algorithm": "ppo",
+        "training": {
+            "steps": 4,
+            "prompts_per_step": 3,
+            "samples_per_prompt": 4,
+            "tokens_per_microbatch": 96,
+            "learning_rate": 1e-2,
+            "recompute": "full",
+            "slots": 2,
+            "shared_prefix": True,
+        },
+    },
 }
 
 
@@ -134,6 +153,39 @@ def test_so_are_those_of_a_run_with_an_environment(tmp_path: Path) -> None:
     check_equal(tmp_path, "one", "several")
     steps = json_lines(tmp_path / "one" / "metrics.jsonl")
     assert max(line.get("episode/turns", 0) for line in steps) > 1
+
+
+def tune(world: World, case: dict[str, Any]) -> None:
+    """Fine-tuning whose completions of held-out prompts are graded."""
+    folder, held_out = Path(case["folder"]), "starter:held_out.jsonl"
+    table = {"completion": "answer"}
+    config = {
+        "model": str(folder / "dense"),
+        "output": folder / case["output"],
+        "precision": "fp8",
+        "threads": 1,
+        "reward": {"function": f"{folder / 'reward.py'}:reward", "in_process": True},
+        "data": {
+            "train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 12, **table},
+            "eval": {"held_out": {"type": "jsonl", "path": held_out, "limit": 5, **table}},
+        },
+        "rollout": {"max_new_tokens": 6},
+        "training": {"steps": 3, "prompts_per_step": 4, "learning_rate": 1e-2},
+        "evaluation": {"every": 1},
+        **case.get("settings", {}),
+    }
+    sft(SftConfig.model_validate(config), world=world)
+
+
+@pytest.mark.exhaustive
+def test_so_are_those_of_fine_tuning(tmp_path: Path) -> None:
+    write_model(tmp_path, "dense")
+    case = {"folder": str(tmp_path)}
+    tune(ALONE, {**case, "output": "one"})
+    in_world(2, f"{__name__}:tune", {**case, "output": "two", "settings": shared(2, 2)})
+    left = ("completions.jsonl", "rewards.jsonl", "model/model.safetensors")
+    for name in left:
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
 
 
 def refuse(world: World, case: dict[str, Any]) -> str:
