@@ -47,7 +47,7 @@ def changed(policy: Policy) -> Policy:
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("preset", ["int8", "fp8", "fp8-rollout", "bf16"])
+@pytest.mark.parametrize("preset", ["int8", "fp8-rollout", "bf16", "fp8"])
 @pytest.mark.parametrize(("config", "ranks"), [(SMALL, 2), (TIED, 4), (FUSED, 4), (SMALL, 4)])
 def test_they_are_those_of_a_whole_policy_before_and_after_a_publication(
     config: ModelConfig, ranks: int, preset: Preset

@@ -58,7 +58,7 @@ class PolicyShare:
         self._weights.tensor_parallel = self.tensor_parallel
         described = self.decoder.masters()
         for name, _ in published.take_all(masters, ()):
-            _take_share(self._weights, self._weights, name, described[name], self.decoder.lm_head)
+            _keep_share(self._weights, name, described[name], self.decoder.lm_head)
         _connect(world, self.device)
 
     def weights(self, side: Side) -> Weights:
@@ -106,22 +106,22 @@ class PublishedShare:
 
 
 @torch.no_grad()
-def _take_share(own: Weights, whole: Weights, name: str, master: Master, head: Head) -> None:
-    """Let ``own`` have this rank's rows of what ``whole``, perhaps itself, has of a master."""
-    split, path = own.tensor_parallel, name.rpartition(".")[0]
+def _keep_share(weights: Weights, name: str, master: Master, head: Head) -> None:
+    """Replace what was just published of a master by this rank's rows of it."""
+    linears, split, path = weights.linears, weights.tensor_parallel, name.rpartition(".")[0]
     parts = {part.split(".")[-2]: rows for part, rows in master.parts.items()}
     if master.kind == "matrix":
-        matrix = split.rows(whole.linears[path].matrix, parts)
-        own.linears[path] = replace(whole.linears[path], matrix=matrix, bias=None)
+        linears[path] = replace(linears[path], matrix=split.rows(linears[path].matrix, parts))
     elif master.kind == "bias":
-        bias = whole.linears[path].bias
+        bias = linears[path].bias
         assert bias is not None
-        own.linears[path] = replace(own.linears[path], bias=split.rows(bias, parts))
+        linears[path] = replace(linears[path], bias=split.rows(bias, parts))
     elif name == head.master:
-        _take_head(own, whole, head)
+        _take_head(weights, weights, head)
 
 
 def _take_head(own: Weights, whole: Weights, head: Head) -> None:
+    """Let ``own`` have copies of this rank's rows of the lm_head of ``whole``, perhaps itself."""
     mine = own.tensor_parallel.mine(own.tensor_parallel.vocabulary)
     own.head = whole.lm_head.map(lambda tensor: tensor[mine].clone())
     if not head.tied:
