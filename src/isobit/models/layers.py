@@ -2,7 +2,7 @@
 memory plan.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
@@ -33,14 +33,15 @@ from isobit.precision.quant_tensor import DTYPES
 
 @dataclass(slots=True)
 class Weights:
-    """The weights that one side of a flow reads: a LinearWeight for each linear by path, and the
-    others in the activations' format by the names of their masters.
+    """The weights that one side of a flow reads: a LinearWeight for each linear by path, which may
+    be gathered as it is asked for (``isobit.models.slices``), and the others in the activations'
+    format by the names of their masters.
     """
 
     backend: Backend
     rope: RopeTable
     graph: Graph
-    linears: dict[str, LinearWeight] = field(default_factory=dict)
+    linears: MutableMapping[str, LinearWeight] = field(default_factory=dict[str, LinearWeight])
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
     head: HeadWeight | None = None  # None in a reward model
     tensor_parallel: TensorParallel = WHOLE  # which part of each linear these are
