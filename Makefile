@@ -2,7 +2,8 @@
 #
 #   make quickstart   set up, train the starter model with reinforcement learning in INT8, show the result
 #   make test         set up, run the quick tests: every behaviour is guarded once
-#   make test-all     all tests: whole grids, kills and soaks too
+#   make test-all     all tests: whole grids, kills and soaks too, and test-triton
+#   make test-triton  compile the kernels with the Triton that torch brings on a GPU, which is older than the one for tests
 #   make lint         ruff, pyright, the import rules and the limits of the structure
 #   make docs         write the figures and pictures of the documentation, and build it as a site, in site/
 #   make figures      write the figures and pictures alone, and tighten tools/structure/gates.toml to them
@@ -28,7 +29,7 @@ CONSTRAINTS := constraints$(if $(GPU),-hopper).txt
 RUN := runs/quickstart
 PIP_INSTALL := $(PIP) install --disable-pip-version-check --constraint $(CONSTRAINTS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help setup quickstart test test-all lint figures docs schema lock clean
+.PHONY: help setup quickstart test test-all test-triton lint figures docs schema lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -56,6 +57,17 @@ test: $(READY)
 
 test-all: test
 	$(PYTEST) --rest
+	$(MAKE) test-triton
+
+# Its compiler, with the assemblers of the newer one, by which registers and spills are counted.
+USERS_TRITON := $(VENV)/triton-$(shell sed -n 's/^triton==\([0-9.]*\).*/\1/p' constraints-hopper.txt)
+tools_of = $(wildcard $(VENV)/lib/python3*/site-packages/triton/backends/nvidia/bin)
+$(USERS_TRITON): $(READY)
+	$(PIP) install --disable-pip-version-check --quiet --no-deps --target $@ triton==$(patsubst $(VENV)/triton-%,%,$@)
+
+test-triton: $(USERS_TRITON)
+	PYTHONPATH=$(USERS_TRITON) TRITON_PTXAS_PATH=$(tools_of)/ptxas TRITON_PTXAS_BLACKWELL_PATH=$(tools_of)/ptxas-blackwell \
+		TRITON_CUOBJDUMP_PATH=$(tools_of)/cuobjdump TRITON_NVDISASM_PATH=$(tools_of)/nvdisasm $(PYTEST) tests/kernels -k 'compile or lowering'
 
 lint: $(READY)
 	$(VENV)/bin/ruff check

@@ -42,6 +42,13 @@ class _Rank(Alone):
         finally:
             self._turn.acquire()
 
+    def shared(self, size: int, device: torch.device) -> list[torch.Tensor]:
+        """The same memory for all threads."""
+        return self.all_gather(torch.empty(size, dtype=torch.uint8, device=device))
+
+    def barrier(self, what: str) -> None:
+        self.all_gather(None)
+
     def all_gather_stack(self, mine: torch.Tensor) -> torch.Tensor:
         """As NCCL and gloo: of one shape and format, contiguous."""
         assert mine.is_contiguous()

@@ -10,13 +10,15 @@ the pairs.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import ceil, sqrt
 from statistics import fmean, stdev
 
 from experiments.proof.rows import Row
 
 LAST = 75
 """Steps of the outcome."""
+WITHIN = 1.0
+"""Points of which a difference says nothing."""
 PAIRS = (
     ("fp8-int8-attention", "fp8"),
     ("int8", "bf16"),
@@ -27,6 +29,8 @@ PAIRS = (
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179,
             2.160, 2.145, 2.131)  # fmt: skip
 """The 97.5% quantile with 1, 2, .. degrees of freedom."""
+_NORMAL = 1.96
+"""And with many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,15 @@ class Difference:
             return None
         return _STUDENT[count - 2] * stdev(self.pairs) / sqrt(count)
 
+    @property
+    def would_decide(self) -> int | None:
+        """About how many pairs would show whether it is within ``WITHIN`` points of zero, if its
+        mean and its spread stayed as they are; None where these pairs do, or where there is one.
+        """
+        if (half := self.half_width) is None or half < (room := abs(WITHIN - abs(self.mean))):
+            return None
+        return ceil((_NORMAL * stdev(self.pairs) / room) ** 2) if room else None
+
     def __str__(self) -> str:
         if (half := self.half_width) is None:
             return f"{self.mean:+.1f}"
@@ -65,8 +78,9 @@ def answers(row: Row) -> float:
 
 def markdown(rows: Sequence[Row]) -> Iterator[str]:
     """A line for each task and pair of arms that have runs of the same seeds."""
-    yield f"| task | arms | pairs | reward of the last {LAST} steps | held-out answers |"
-    yield "|---|---|---:|---:|---:|"
+    would = f"pairs that would decide within {WITHIN:g}"
+    yield f"| task | arms | pairs | reward of the last {LAST} steps | {would} | held-out answers |"
+    yield "|---|---|---:|---:|---:|---:|"
     by_run = {(row["task"], row["arm"], row["seed"]): row for row in rows}
     for task in dict.fromkeys(row["task"] for row in rows):
         for arm, base in PAIRS:
@@ -77,8 +91,9 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
             ]
             if not pairs:
                 continue
-            cells = [
-                str(Difference(tuple(of(one) - of(other) for one, other in pairs)))
+            earned, solved = (
+                Difference(tuple(of(one) - of(other) for one, other in pairs))
                 for of in (reward, answers)
-            ]
-            yield f"| `{task}` | `{arm}` - `{base}` | {len(pairs)} | {' | '.join(cells)} |"
+            )
+            cells = len(pairs), earned, earned.would_decide or "-", solved
+            yield f"| `{task}` | `{arm}` - `{base}` | {' | '.join(map(str, cells))} |"

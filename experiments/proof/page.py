@@ -71,17 +71,12 @@ def accuracy_chart(rows: Sequence[Row], arms: Iterable[str]) -> Chart | None:
 
 def places_of(rows: Sequence[Row]) -> dict[str, int]:
     """Arm -> its colour, from 1, in its order.  Those of ``ARMS`` have the same in every task,
-    finished or not, as long as the colours last.  Raises ValueError for more arms than colours.
+    finished or not, as long as the colours last; arms without one stand in the tables alone.
     """
     found = by_arm(rows)
     arms = list(dict.fromkeys((*ARMS, *found)))
     if len(arms) > MOST_RUNS:
-        arms = list(found)
-    if len(arms) > MOST_RUNS:
-        raise ValueError(
-            f"{len(arms)} arms ({', '.join(arms)}), and a chart has {MOST_RUNS} colours: draw the "
-            "rows of fewer"
-        )
+        arms = list(found)[:MOST_RUNS]
     return {arm: place for place, arm in enumerate(arms, 1)}
 
 

@@ -18,6 +18,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from time import perf_counter
@@ -36,6 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--shapes", nargs="+", choices=list(MODELS), default=list(MODELS))
     command.add_argument("--gpus", nargs="+", type=int, choices=GPUS, default=list(GPUS))
     command.add_argument("--seeds", type=int, default=2)
+    command.add_argument("--rollout-tp", type=int, default=1)
     command.add_argument("--out", type=Path, required=True)
     command.set_defaults(run=simulate_all)
     command = commands.add_parser("table")
@@ -48,11 +50,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 def simulate_all(arguments: argparse.Namespace) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
+    ranks = arguments.rollout_tp
     for shape in arguments.shapes:
         found = []
         for scaling in SCALINGS:
-            found += rows(MODELS[shape], scaling, arguments.gpus, range(arguments.seeds))
-        path = arguments.out / f"simulated-fp8-{shape}.jsonl"
+            model = replace(MODELS[shape], rollout_tp=ranks)
+            gpus = [count for count in arguments.gpus if count % ranks == 0]
+            found += rows(model, scaling, gpus, range(arguments.seeds))
+        name = f"{shape}-rollout-tp-{ranks}" if ranks > 1 else shape
+        path = arguments.out / f"simulated-fp8-{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
     print(overview(in_order(arguments.out)))
 
@@ -65,7 +71,10 @@ def print_tables(arguments: argparse.Namespace) -> None:
 def in_order(directory: Path) -> list[Row]:
     """The rows of a folder, models in the order of ``MODELS``."""
     order = list(MODELS)
-    return sorted(read_rows(directory), key=lambda row: order.index(row["shape"]))
+    return sorted(
+        read_rows(directory),
+        key=lambda row: (order.index(row["shape"]), row.get("rollout_tp", 1)),
+    )
 
 
 def tables(found: Sequence[Row]) -> str:

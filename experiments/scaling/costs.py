@@ -12,10 +12,11 @@ from functools import cached_property
 from math import prod
 
 from benchmarks.common import card_planner
-from isobit.config.training import Recompute
+from isobit.config.training import Recompute, TrainingConfig
 from isobit.memory.device import DevicePlanner
 from isobit.models.config import SHAPES, ModelConfig
 from isobit.models.decoder import master_shapes
+from isobit.models.tensor_parallel import with_heads_of_a_rank
 
 # The card and its links.
 MEMORY_GIB = 139.2
@@ -60,6 +61,11 @@ DECODE_30B_A3B = 13.5e-3
 """Qwen3-30B-A3B, 256 sequences: case ``short``, as above."""
 EXPERTS_SHARE = 0.65
 """Of that, reading the experts' weights: assumed.  Fewer sequences read fewer experts."""
+SHARED_GATHER = 72e-6
+"""One of the four gathers of a layer where GPUs share an engine, if each computes an even part of a
+decode step: with it two generate the 7,719 tokens a second of 32B that they were measured to (256
+samples of 1,024 tokens, docs/cluster.md).  Assumed to be the same among eight.
+"""
 PREFILL = 1 / 67_168
 """A token of a prompt or of a sample that moved: case ``prefill``.  Assumed: in proportion to the
 parameters that a token goes through.
@@ -96,6 +102,8 @@ class Model:
 
     name: str
     config: ModelConfig
+    rollout_tp: int = 1
+    """GPUs that share an engine, and the matrices of its layers."""
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -125,13 +133,27 @@ class Model:
     @cached_property
     def planner(self) -> DevicePlanner:
         """The memory plan of one card."""
-        return card_planner(self.config, "fp8", int(MEMORY_GIB * GIB))
+        planner = card_planner(self.config, "fp8", int(MEMORY_GIB * GIB))
+        return replace(planner, rollout_tp=self.rollout_tp)
+
+    @cached_property
+    def of_others(self) -> int:
+        """Bytes of the layers' matrices that a GPU does not publish, and gathers."""
+        whole = replace(self.planner, rollout_tp=1)
+        own, all_of_it = (one.weight_bytes(TrainingConfig()) for one in (self.planner, whole))
+        return all_of_it["published weights"] - own["published weights"]
+
+    @cached_property
+    def gathers_s(self) -> float:
+        """Seconds of the gathers of a decode step."""
+        return 0.0 if self.rollout_tp == 1 else 4 * self.config.num_layers * SHARED_GATHER
 
     @cached_property
     def kv_bytes(self) -> float:
-        """Bytes of K and V of a token, with their scales."""
+        """Bytes of K and V of a token, with their scales, on one GPU."""
         sizes, flow = self.planner.sizes, self.planner.flow
-        return sizes.page_bytes(self.config, flow) / sizes.page_tokens
+        config = with_heads_of_a_rank(self.config, self.rollout_tp)
+        return sizes.page_bytes(config, flow) / sizes.page_tokens
 
     @cached_property
     def decode_256(self) -> float:
@@ -145,6 +167,7 @@ class Model:
     def decode_s(self, sequences: int) -> float:
         """Seconds of a decode step, reading K and V not included."""
         dense = _on_the_line(sequences) / DECODE[256] * self.decode_256
+        dense = dense / self.rollout_tp + self.gathers_s
         experts = self.config.experts
         if experts is None:
             return dense
@@ -155,7 +178,11 @@ class Model:
     @cached_property
     def prefill_s(self) -> float:
         """Seconds of a token of a prompt."""
-        return PREFILL * self.active / MODELS["qwen3-8b"].active
+        config, ranks = self.config, self.rollout_tp
+        one = PREFILL * self.active / MODELS["qwen3-8b"].active
+        sent = config.num_heads * config.head_dim + config.intermediate_size
+        sent = config.num_layers * (sent + 4 * config.hidden_size) * (ranks - 1) / ranks
+        return one / ranks + sent / GATHER
 
     def pass_s(self, length: int, recompute: Recompute) -> float:
         """Seconds of forward and backward of one sequence."""

@@ -12,6 +12,9 @@ the backward, the embedding, which comes last, and the slowdown of computation b
 What a GPU holds is the plan of a run (``isobit.memory.device``) for W processes, and decides
 recomputation and samples at a time.  With a slot a host its eight share gradients and their
 buffers; masters and moments are split among all W.
+
+GPUs that share an engine gather the matrices of a layer in a forward and in a backward, which
+nothing hides, and once more for the checksum of a publication.
 """
 
 from collections.abc import Sequence
@@ -26,6 +29,7 @@ from experiments.scaling.rollout import LONGEST, MEAN, PROMPT, Group, Rolled, ro
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import Recompute, TrainingConfig
 from isobit.memory.cache_size import RESERVE, forward_bytes
+from isobit.memory.device import COPY
 from isobit.records.packing import first_fit_decreasing
 
 FP32 = 4
@@ -108,7 +112,8 @@ def round_s(model: Model, layout: Layout, backward: float) -> float:
     hidden_at_most = backward * (1 - 1 / layers)
     exposed = max(last, transfer - hidden_at_most)
     hidden = (sent.nvlink + sent.nic) * (1 - exposed / transfer)
-    return exposed + hidden * costs.SLOWED + add_s(model)
+    layers = 2 * model.of_others / costs.GATHER
+    return exposed + hidden * costs.SLOWED + add_s(model) + layers
 
 
 def add_s(model: Model) -> float:
@@ -130,7 +135,7 @@ def gather_s(model: Model, published: float, layout: Layout) -> float:
     """Seconds until the published bytes are on all GPUs."""
     if layout.gpus == 1:
         return 0.0
-    got = gathered(published, layout)
+    got = gathered(published, layout) + Bytes(nvlink=model.of_others)  # again for the checksum
     messages = model.config.num_layers * (
         (layout.a_host - 1) * costs.MESSAGE["nvlink"] + (layout.hosts - 1) * costs.MESSAGE["nic"]
     )
@@ -176,7 +181,8 @@ def room(model: Model, gpus: int, slots: int) -> Room:
     fitting: list[Recompute] = [level for level in _LEVELS if peak(level) <= total]
     level: Recompute | None = fitting[0] if fitting else None
     forward = forward_bytes(model.config, planner.flow, RolloutConfig(), planner.sizes)
-    left = total - sum(standing.values()) - RESERVE - forward
+    copied = planner.rollout_bytes(RolloutConfig(), _training("none")).get(COPY, 0)
+    left = total - sum(standing.values()) - RESERVE - forward - copied
     places = int(max(left, 0) / (model.kv_bytes * (PROMPT + MEAN)))
     return Room(peak(level or _LEVELS[-1]) / GIB, level, min(places // 8 * 8, _SEQUENCES))
 
@@ -235,7 +241,7 @@ class Step:
 
 
 def simulate(model: Model, layout: Layout, setting: Setting, groups: tuple[Group, ...]) -> Step:
-    rolled = roll(model, groups, layout.gpus, setting.places)
+    rolled = roll(model, groups, layout.gpus // model.rollout_tp, setting.places)
     lengths = [PROMPT + length for group in groups for length in group]
     costs = [
         fsum(model.pass_s(lengths[index], setting.recompute) for index in members)
@@ -247,6 +253,7 @@ def simulate(model: Model, layout: Layout, setting: Setting, groups: tuple[Group
     gpus = len(shares) * layout.together
     compute = fsum(costs) / gpus
     published = model.planner.weight_bytes(TrainingConfig(moments="bf16"))["published weights"]
+    published += model.of_others
     size = model.parameters / costs_module.PARAMETERS_8B
     of_others = sum(lengths) * (layout.gpus - 1) / layout.gpus
     records = of_others * (RECORD_BYTES / costs_module.HOST_NETWORK + costs_module.RECORD_TOKEN)
@@ -288,7 +295,7 @@ def _traffic(
         len(share[rank::width]) for share in shares for rank in range(width)
     ]  # by rank: slots are hosts, in their order
     at_the_end = sent_a_step(model, layout)
-    into = gathered(published, layout)
+    into = gathered(published, layout) + Bytes(nvlink=model.of_others)
     sent = [sent_a_microbatch(model, layout) * number + at_the_end + into for number in computed]
     received = []
     for rank, own in enumerate(computed):
@@ -301,7 +308,12 @@ def _traffic(
             + received_of_a_microbatch(model, layout, same_host=False) * far
             + _from_slots(model, layout)
             + into
+            + Bytes(nvlink=2.0 * model.of_others * own)
         )
+        first = rank // model.rollout_tp * model.rollout_tp
+        read = sum(computed[first : first + model.rollout_tp]) - own
+        if read:
+            sent[rank] += Bytes(nvlink=2 * model.of_others * read / (model.rollout_tp - 1))
     return sent, received
 
 

@@ -29,7 +29,8 @@ def layouts(gpus: int) -> list[Layout]:
 
 def fewest(model: Model) -> int:
     """The fewest GPUs that hold a run of the model."""
-    return next(gpus for gpus in GPUS if room(model, gpus, 1).fits)
+    counts = [gpus for gpus in GPUS if gpus % model.rollout_tp == 0]
+    return next(gpus for gpus in counts if room(model, gpus, 1).fits)
 
 
 def rows(
@@ -45,6 +46,7 @@ def rows(
             "scaling": scaling,
             "gpus": layout.gpus,
             "slots": layout.slots,
+            **({"rollout_tp": model.rollout_tp} if model.rollout_tp > 1 else {}),
             "peak_gib": found.training,
             "recompute": found.recompute,
             "places": found.places,
@@ -127,7 +129,12 @@ def _cells(row: Row) -> list[str]:
 def title(row: Row) -> str:
     each = f"{WEAK_GROUPS * GROUP} samples a GPU"
     samples = each if row["scaling"] == "weak" else f"{STRONG_GROUPS * GROUP:,} samples in all"
-    return f"{row['shape']}, {row['scaling']} scaling, {samples}"
+    return f"{_name(row)}, {row['scaling']} scaling, {samples}"
+
+
+def _name(row: Row) -> str:
+    ranks = row.get("rollout_tp", 1)
+    return row["shape"] if ranks == 1 else f"{row['shape']} with `rollout_tp` {ranks}"
 
 
 def overview(found: Sequence[Row]) -> str:
@@ -136,8 +143,8 @@ def overview(found: Sequence[Row]) -> str:
     """
     head = ["GPUs", *map(str, SHORT)]
     lines = [head, ["---", *["---:"] * len(SHORT)]]
-    for name in dict.fromkeys((row["shape"], row["scaling"]) for row in found):
-        of_it = [row for row in found if (row["shape"], row["scaling"]) == name]
+    for name in dict.fromkeys((_name(row), row["scaling"]) for row in found):
+        of_it = [row for row in found if (_name(row), row["scaling"]) == name]
         lines.append([", ".join(name), *(_best(of_it, gpus) for gpus in SHORT)])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

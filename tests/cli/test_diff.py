@@ -149,10 +149,11 @@ def test_settings_that_differ_are_a_note(
 ) -> None:
     path = runs[1] / "run.json"
     manifest = json.loads(path.read_text())
-    manifest["config"]["seed"] = 5
+    manifest["config"] |= {"seed": 5, "back_end": "triton"}
     path.write_text(json.dumps(manifest))
     lines = said(capsys, 0, *runs)
-    assert lines[0].startswith("note: seed is ") and lines[0].endswith(" and 5")
+    assert lines[0] == "note: back_end is 'auto' and 'triton'"
+    assert lines[1].startswith("note: seed is ") and lines[1].endswith(" and 5")
 
 
 def test_what_cannot_be_compared_is_2(

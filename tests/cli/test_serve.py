@@ -1,5 +1,6 @@
 """``isobit serve`` before it serves, and with a run."""
 
+import json
 import socket
 import tomllib
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import pytest
 
 from isobit.cli import listening, serve
 from isobit.cli.main import main
+from isobit.cli.served_run import served_settings
 from isobit.config.recipes import RunConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.models.folder import load_model
@@ -47,6 +49,17 @@ def test_what_cannot_be_served_is_said_before_a_model_is_loaded(
     assert "cannot be listened at" in capsys.readouterr().err
     assert main(["serve", str(tmp_path), "--follow"]) == 2
     assert "--follow is for a run's directory" in capsys.readouterr().err
+
+
+def test_a_run_is_served_in_its_flow_and_by_its_back_end(tmp_path: Path) -> None:
+    began = {"model": "m", "precision": {"preset": "bf16"}, "back_end": "triton"}
+    (tmp_path / "run.json").write_text(json.dumps({"config": began}))
+    (tmp_path / "model").mkdir()
+    for more, back_end in (([], "triton"), (["--back_end", "hopper"], "hopper")):
+        settings = served_settings(
+            serve._COMMAND, *serve._COMMAND.read_some([str(tmp_path), *more])
+        )
+        assert (settings.precision.preset, settings.back_end) == ("bf16", back_end)
 
 
 def test_a_followed_run_is_served_as_its_newest_checkpoint(

@@ -125,7 +125,29 @@ def test_what_contradicts_nothing_passes() -> None:
             "replay.max_staleness is 4, but with async.lag = 2 a completion is 6 updates old",
         ),
         ({"cluster": {"rollouters": 1}}, "cluster.rollouters is 1, but async.lag is 0"),
-        ({"cluster": {"rollout_tp": 2}}, "cluster.rollout_tp is 2, but a run's published weights"),
+        (
+            {"cluster": {"rollout_tp": 2, "rollouters": 1}, "async": {"lag": 1}},
+            "cluster.rollout_tp is 2, but cluster.rollouters is 1",
+        ),
+        (
+            {"cluster": {"rollout_tp": 2}, "async": {"max_staleness": 1}},
+            "cluster.rollout_tp is 2, but async.max_staleness is set",
+        ),
+        (
+            {"cluster": {"rollout_tp": 2}, "lora": {"rank": 4}},
+            "cluster.rollout_tp is 2, but lora is set",
+        ),
+        (
+            {"cluster": {"rollout_tp": 2}, "precision": {"kv_scales": "per_tensor"}},
+            "cluster.rollout_tp is 2, but precision.kv_scales is 'per_tensor'",
+        ),
+        (
+            {
+                "cluster": {"rollout_tp": 2},
+                "rollout": {"engine": "http", "servers": ["http://h:1"]},
+            },
+            "cluster.rollout_tp is 2, but rollout.engine is 'http', and only the native one",
+        ),
         ({"corrections": [{"type": "tis"}, {"type": "mis"}]}, "corrections has tis and mis"),
         (
             {"training": {"samples_per_prompt": 1}},
@@ -176,7 +198,7 @@ def test_a_run_that_contradicts_itself_is_refused(tables: dict[str, Any], messag
         ({"checkpoint": {"keep_best": BEST}}, "name one of eval/held_out/loss"),
         ({"checkpoint": {"keep_last": 0, "keep_every": 4}}, "checkpoint.keep_last is 0"),
         ({"cluster": {"rollouters": 1}}, "cluster.rollouters is 1, but fine-tuning learns from"),
-        ({"cluster": {"rollout_tp": 2}}, "cluster.rollout_tp is 2, but a run's published weights"),
+        ({"cluster": {"rollout_tp": 2}}, "cluster.rollout_tp is 2, but without a reward nothing"),
     ],
 )
 def test_a_tuning_that_contradicts_itself_is_refused(tables: dict[str, Any], message: str) -> None:

@@ -23,7 +23,10 @@ from tests.data.test_chat_templates import tokenizer_of
 
 FORMATS: tuple[ToolFormat, ...] = ("hermes", "llama3", "mistral", "plain")
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[add(")
-THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"))
+THOUGHTS = (
+    *(("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]")),
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+)
 TAGS = [tag for both in THOUGHTS for tag in both]
 PIECES = [
     *(*MARKS, *TAGS, "[CALL_ID]", "<thi", "</think", "[/TH", "<tool_"),

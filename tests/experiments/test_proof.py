@@ -234,5 +234,8 @@ def test_arms_are_decided_by_the_last_rewards_of_pairs() -> None:
     found += [row("int8", seed, 0.5 + d) for seed, d in ((0, 0.01), (1, 0.02), (2, 0.03), (9, 0.4))]
     lines = list(decide.markdown(found))[2:]
     # Student's interval of 1, 2 and 3: 2 -+ 4.303 / sqrt(3); seed 9 has no pair
-    assert lines == ["| `gsm` | `int8` - `bf16` | 3 | +2.0 [-0.5, +4.5] | +1.0 [-0.2, +2.2] |"]
+    # and (1.96 / 1)^2 pairs leave the interval above +1
+    assert lines == ["| `gsm` | `int8` - `bf16` | 3 | +2.0 [-0.5, +4.5] | 4 | +1.0 [-0.2, +2.2] |"]
     assert str(decide.Difference((1.0,))) == "+1.0"
+    assert decide.Difference((0.1, 0.2, 0.3)).would_decide is None, "it is within one point"
+    assert decide.Difference((2.1, 2.2, 2.3)).would_decide is None, "it is not"

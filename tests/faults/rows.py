@@ -202,6 +202,7 @@ ROWS: dict[int, Row] = {
             "run/test_rollouters.py::test_an_error_of_one_part_ends_the_other_and_the_run_goes_on",
             "faults/test_rank_deaths.py::"
             "test_rank_1_dies_in_phases_and_hangs_and_one_process_ends_the_run",
+            "faults/test_rank_deaths.py::test_ranks_that_share_an_engine_end_together",
             "rollout/test_shared.py::test_what_ends_one_rank_ends_all_and_names_the_one",
         ),
     ),

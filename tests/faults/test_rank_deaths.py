@@ -16,6 +16,7 @@ import tomli_w
 from isobit.config.recipes import RunConfig
 from isobit.run.loop import train
 from tests.forked import Launched, command
+from tests.run.test_ranks import write_model
 
 PROGRAM = str(Path(__file__).with_name("rank.py"))
 OF_THE_MACHINE = ("memory/", "rollout/", "waiting/")
@@ -31,9 +32,10 @@ def recipe(values: dict[str, Any], tmp_path: Path, place: Path) -> Path:
     return path
 
 
-def interrupted(recipe: Path, where: str, call: int, number: signal.Signals) -> str:
+def interrupted(recipe: Path, where: str, call: int, number: signal.Signals, *options: str) -> str:
     """What is said of a run, begun or resumed, whose rank 1 meets its end there."""
     words = [PROGRAM, where, str(call), str(int(number)), "train", str(recipe), "--resume"]
+    words += options
     end = Launched(words, recipe.with_suffix(".log")).end()
     assert end is not None and end.exit_code == 137
     return str(end)
@@ -65,6 +67,26 @@ def test_rank_1_dies_in_phases_and_hangs_and_one_process_ends_the_run(
     assert "has been silent in" in said
     train(RunConfig.model_validate(_values(recipe)), resume=True)
     assert without_the_machine(outcome(run)) == without_the_machine(expected)
+
+
+@pytest.mark.exhaustive
+def test_ranks_that_share_an_engine_end_together(
+    recipe: Path, outcome: Callable[[Path], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(recipe.parent, "dense")
+    values = {**_values(recipe), "model": str(recipe.parent / "dense")}
+    recipe.write_text(tomli_w.dumps(values), encoding="utf-8")
+    shared = ["--cluster.rollout_tp", "2"]
+    said = interrupted(recipe, "rollout", 15, signal.SIGKILL, *shared)
+    assert "was killed by SIGKILL in rollout after" in said
+    monkeypatch.setenv("ISOBIT_SILENCE_S", "8")
+    said = interrupted(recipe, "rollout", 15, signal.SIGSTOP, *shared)
+    assert said.startswith("rank 1 (") and "has been silent in" in said
+    train(RunConfig.model_validate(values), resume=True)
+    alone = recipe.parent / "alone"
+    train(RunConfig.model_validate({**values, "output": alone}))
+    found = outcome(recipe.parent / "run")
+    assert without_the_machine(found) == without_the_machine(outcome(alone))
 
 
 @pytest.mark.exhaustive

@@ -17,7 +17,7 @@ from isobit.memory.activations import FrozenModel, page_locked, saved_bytes
 from isobit.memory.cache_size import RESERVE
 from isobit.memory.device import DevicePlan, DevicePlanner
 from isobit.memory.host import MemoryEstimate, estimate_memory
-from isobit.models.config import ModelConfig, model_shape
+from isobit.models.config import Experts, ModelConfig, model_shape
 from isobit.models.decoder import decoder_shape
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.packed_pass import PackedPass
@@ -38,6 +38,7 @@ SHAPES = {
     "qwen2": replace(TIED, family="qwen2", hidden_size=160, num_layers=3),
     "zero-centred norms": replace(TIED, family="gemma3_text"),
     "reward model": replace(TIED, score_head=True),
+    "experts with biases": replace(TIED, family="gpt_oss", experts=Experts(4, 2, 96, True)),
 }
 PRESETS: list[Preset] = ["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8", "int8-rollout", "int8"]
 

@@ -483,6 +483,29 @@ def test_a_plan_for_a_card_is_within_five_per_cent_of_what_was_measured(
         assert planned == pytest.approx(peak, rel=0.05), phase
 
 
+def test_processes_that_share_an_engine_have_a_part_of_its_matrices_and_of_its_cache() -> None:
+    """Of 8B's matrices in E4M3, and of lm_head in BF16, half each; and one layer whole."""
+    flow = build_flow(precision("fp8"), decoder_shape(QWEN3_8B))
+    training, rollout = TrainingConfig(moments="bf16"), RolloutConfig()
+    alone, shared = (
+        DevicePlanner(QWEN3_8B, flow, sizes, H200, processes=4, rollout_tp=ranks).plan(
+            rollout, training, 2304
+        )
+        for ranks in (1, 2)
+    )
+    layer = (6144 + 4096) * 4096 + 3 * 12288 * 4096
+    table = 2 * 151936 * 4096
+    published = [one.training["published weights"] for one in (alone, shared)]
+    assert published[0] - published[1] == pytest.approx(36 * layer / 2, rel=0.01)
+    assert shared.training["matrices of a layer"] == pytest.approx(layer, rel=0.01)
+    assert shared.rollout["the engine's own weights"] == table / 2
+    assert "the engine's own weights" not in shared.training
+    freed = published[0] - published[1] - shared.training["matrices of a layer"] - table / 2
+    cache = shared.rollout["KV pages"] - alone.rollout["KV pages"]
+    assert cache == pytest.approx(freed, abs=1 << 25)
+    assert shared.pages > 2 * alone.pages
+
+
 def test_a_card_is_named_or_measured_in_gib() -> None:
     assert read_card("H200") == read_card("h200") == GPUS["h200"]
     assert (GPUS["h200"].name, GPUS["h200"].total) == ("H200", 139 * GIB)

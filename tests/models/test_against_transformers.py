@@ -44,7 +44,7 @@ DENSE: tuple[Family, ...] = (
     "olmo3",
     "gemma3_text",
 )
-MIXTURES: tuple[Family, ...] = ("mixtral", "qwen3_moe")
+MIXTURES: tuple[Family, ...] = ("mixtral", "qwen3_moe", "gpt_oss")
 ORIGINAL, LENGTHS = 32, (70, 3)
 """The context before any stretch, and the lengths of the packed sequences."""
 SCALINGS: list[dict[str, Any]] = [
@@ -103,23 +103,41 @@ def configurations(draw: st.DrawFn, families: Sequence[Family]) -> "PreTrainedCo
         values["no_rope_layers"] = draw(st.sampled_from([None, [0, 1], [1, 0], [0, 0]]))
         values["no_rope_layer_interval"] = draw(st.integers(1, 3))
     if windows == "layer types":
-        kinds = st.sampled_from(["sliding_attention", "full_attention"])
-        values["layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
-        thetas = [rope["rope_theta"]] if family == "olmo3" else [1e4, 1e6]
-        plain = {"rope_type": "default", "rope_theta": draw(st.sampled_from(thetas))}
-        rope.pop("truncate", None)  # transformers looks for it beside the two tables
-        values["rope_parameters"] = {"full_attention": rope, "sliding_attention": plain}
-        values["sliding_window"] = window or 7
+        values |= draw(layer_types(family, layers, rope)) | {"sliding_window": window or 7}
     if family == "gemma3_text":
         values["query_pre_attn_scalar"] = draw(st.sampled_from([values["head_dim"], 9, 168]))
     if family == "phi3":
         values |= draw(fused(values["num_attention_heads"]))
     if family == "granite":
-        values["embedding_multiplier"] = draw(st.sampled_from([1.0, 0.3, 12.0]))
-        values["attention_multiplier"] = draw(st.sampled_from([1.0, 0.015625, 0.4]))
-        values["residual_multiplier"] = draw(st.sampled_from([1.0, 0.22, 1.7]))
-        values["logits_scaling"] = draw(st.sampled_from([1.0, 0.7, 16.0]))
+        values |= draw(multipliers())
     return AutoConfig.for_model(family, **values)
+
+
+@st.composite
+def layer_types(
+    draw: st.DrawFn, family: Family, layers: int, rope: dict[str, Any]
+) -> dict[str, Any]:
+    """Layers with a window and without, each kind with its rotary positions."""
+    kinds = st.sampled_from(["sliding_attention", "full_attention"])
+    found: dict[str, Any] = {"layer_types": draw(st.lists(kinds, min_size=layers, max_size=layers))}
+    if FAMILIES[family].has_two_ropes:
+        thetas = [rope["rope_theta"]] if family == "olmo3" else [1e4, 1e6]
+        plain = {"rope_type": "default", "rope_theta": draw(st.sampled_from(thetas))}
+        rope.pop("truncate", None)  # transformers looks for it beside the two tables
+        found["rope_parameters"] = {"full_attention": rope, "sliding_attention": plain}
+    return found
+
+
+def multipliers() -> st.SearchStrategy[dict[str, float]]:
+    """Of Granite."""
+    return st.fixed_dictionaries(
+        {
+            "embedding_multiplier": st.sampled_from([1.0, 0.3, 12.0]),
+            "attention_multiplier": st.sampled_from([1.0, 0.015625, 0.4]),
+            "residual_multiplier": st.sampled_from([1.0, 0.22, 1.7]),
+            "logits_scaling": st.sampled_from([1.0, 0.7, 16.0]),
+        }
+    )
 
 
 @st.composite
@@ -147,7 +165,7 @@ def fused(draw: st.DrawFn, heads: int) -> dict[str, Any]:
 def experts(draw: st.DrawFn, family: Family) -> dict[str, Any]:
     count = draw(st.integers(2, 6))
     values = {"num_experts_per_tok": draw(st.integers(1, count)), "experts_implementation": "eager"}
-    if family == "mixtral":
+    if family in ("mixtral", "gpt_oss"):
         return values | {"num_local_experts": count}
     return values | {
         "num_experts": count,
@@ -163,7 +181,8 @@ def checkpoint_tensors(
 ) -> dict[str, torch.Tensor]:
     """What a module of transformers holds -> under the names of a checkpoint.
 
-    The module holds all experts of a layer in one tensor, gate above up: [E, 2 I, C] and [E, C, I].
+    The module holds all experts of a layer in one tensor, gate above up: [E, 2 I, C] and [E, C, I];
+    of gpt-oss transposed, rows of gate and of up in turn.
     """
     names = FAMILIES[config.family].experts
     found: dict[str, torch.Tensor] = {}
@@ -171,6 +190,15 @@ def checkpoint_tensors(
         block, _, matrix = name.partition(".mlp.experts.")
         if names is None or not (matrix or name.endswith(".mlp.gate.weight")):
             found[name] = tensor
+        elif names.is_stacked:
+            kind = "bias" if matrix.endswith("bias") else "weight"
+            rows = tensor if kind == "bias" else tensor.transpose(1, 2)
+            parts = {"down_proj": rows}
+            if matrix.startswith("gate_up"):
+                parts = {"gate_proj": rows[:, 0::2], "up_proj": rows[:, 1::2]}
+            for part, experts_of_part in parts.items():
+                for index, expert in enumerate(experts_of_part):
+                    found[f"{block}.mlp.experts.{index}.{part}.{kind}"] = expert
         elif not matrix:
             found[name.replace(".mlp.", f".{names.block}.")] = tensor
         else:
@@ -200,9 +228,11 @@ def random_model(config: "PreTrainedConfig", seed: int) -> Any:
 
     model = AutoModelForCausalLM.from_config(config).float().eval()
     for name, parameter in model.named_parameters():
-        if name.endswith(("bias", "norm.weight")):
+        if name.endswith(("bias", "norm.weight", "sinks")):
             centre = float("norm" in name and config.model_type != "gemma3_text")
-            torch.nn.init.normal_(parameter, mean=centre, std=0.3)
+            # so that the clamps of gpt-oss are reached
+            spread = 5.0 if name.endswith("gate_up_proj_bias") else 0.3
+            torch.nn.init.normal_(parameter, mean=centre, std=spread)
     return model
 
 
@@ -219,7 +249,8 @@ def theirs(model: Any, sequences: list[torch.Tensor]) -> torch.Tensor:
     rounding decides which expert a token goes to.
     """
     # without a single router transformers fails where their logits are asked for
-    routed = any(name.endswith(".mlp.gate.weight") for name, _ in model.named_parameters())
+    routers = (".mlp.gate.weight", ".mlp.router.weight")
+    routed = any(name.endswith(routers) for name, _ in model.named_parameters())
     logits = []
     for ids in sequences:
         given = model(ids[None], **({"output_router_logits": True} if routed else {}))
@@ -323,6 +354,28 @@ def test_gemma_in_bf16_scales_embeddings_and_norms_as_they_do() -> None:
     torch.testing.assert_close(ours, norm(hidden), atol=0, rtol=2**-8)
     assert (ours == norm(hidden)).float().mean() > 0.99
     assert torch.equal(dict(published_tensors(policy))[f"model.{name}"], weight)
+
+
+def test_gpt_oss_in_bf16_is_as_near_as_theirs() -> None:
+    """To FP32, with every expert chosen, so that rounding decides no route."""
+    from transformers import AutoConfig
+
+    hf_config = AutoConfig.for_model(
+        "gpt_oss", vocab_size=128, hidden_size=96, intermediate_size=72, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=256,
+        sliding_window=16, num_local_experts=3, num_experts_per_tok=3, initializer_range=0.1,
+        attn_implementation="eager", experts_implementation="eager", pad_token_id=None,
+    )  # fmt: skip
+    model = random_model(hf_config, 0)
+    model.bfloat16().float()
+    policy, ids = as_policy(model), torch.randint(0, 128, (90,))
+    rounded = Policy(policy.config, PrecisionConfig(preset="bf16"), policy.masters)
+    hidden = PackedPass(rounded, ids, torch.arange(90), (90,), recompute="none").forward()
+    ours = rounded.decoder.lm_head.logits(rounded.weights("training"), hidden)
+    with torch.no_grad():
+        exact = model(ids[None]).logits[0]
+        others = model.bfloat16()(ids[None]).logits[0].float()
+    assert (ours - exact).norm() <= (others - exact).norm() <= 0.02 * exact.norm()
 
 
 def check_engine(hf_config: "PreTrainedConfig", seed: int) -> None:

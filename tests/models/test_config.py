@@ -36,6 +36,7 @@ SCALINGS: list[RopeScaling | None] = [
 EXPERTS: dict[Family, Experts] = {
     "qwen3_moe": Experts(4, 2, 24, renormalise=False, dense_layers=(1,)),
     "mixtral": Experts(4, 2, 40, renormalise=True),
+    "gpt_oss": Experts(4, 2, 40, renormalise=True),
 }
 
 
@@ -121,7 +122,8 @@ def test_transformers_makes_the_model_that_is_meant(family: Family, tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(make_config(family).to_hf()))
     made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     assert type(made).__name__ == FAMILIES[family].architecture
-    unused = 4096 if FAMILIES[family].windows == "layer types" else None  # no layer has it
+    traits = FAMILIES[family]  # of layer types a window that no layer has
+    unused = traits.default_window if traits.windows == "layer types" else None
     assert getattr(made.config, "sliding_window", unused) == unused
     reward = FAMILIES[family].reward_architecture
     if reward is not None:
@@ -158,6 +160,15 @@ def test_keys_that_are_missing_are_what_transformers_takes() -> None:
     of_types = read("gemma3_text", "layer_types", num_hidden_layers=9, sliding_window_pattern=2)
     assert (of_types.sliding_window, of_types.windowless_layers) == (4096, (1, 3, 5, 7))
     assert read("smollm3", num_hidden_layers=9, no_rope_layers=None).no_rope_layers == (3, 7)
+    bare = make_config("gpt_oss", num_layers=4).to_hf()
+    for key in ("rope_theta", "rope_parameters", "layer_types", "sliding_window", "head_dim",
+                "attention_bias", "swiglu_limit", "swiglu_alpha"):  # fmt: skip
+        del bare[key]
+    read_bare = ModelConfig.from_hf(bare, "config.json")
+    assert read_bare.rope_scaling == YarnScaling(32.0, 4096, truncate=False)
+    assert (read_bare.rope_theta, read_bare.head_dim) == (1.5e5, 64)
+    assert (read_bare.sliding_window, read_bare.windowless_layers) == (128, (1, 3))
+    assert read_bare.other_rope_layers == ()
 
 
 def test_experts_by_either_name_and_dense_layers_by_either_way() -> None:
@@ -345,6 +356,22 @@ PUBLISHED: dict[str, str] = {
         "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": null,
         "tie_word_embeddings": false, "torch_dtype": "bfloat16",
         "transformers_version": "4.36.0.dev0", "use_cache": true, "vocab_size": 32000}""",
+    "gpt-oss-20b": """{"architectures": ["GptOssForCausalLM"], "attention_bias": true,
+        "attention_dropout": 0.0, "eos_token_id": 200002, "experts_per_token": 4,
+        "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+        "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880,
+        "layer_types":
+        ["sliding_attention",
+        "full_attention"],
+        "max_position_embeddings": 131072, "model_type": "gpt_oss",
+        "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+        "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": false,
+        "pad_token_id": 199999, "rms_norm_eps": 1e-05, "rope_scaling": {"beta_fast": 32.0,
+        "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": false}, "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+        "tie_word_embeddings": false, "transformers_version": "4.55.0.dev0",
+        "use_cache": true, "vocab_size": 201088}""",
 }
 """As the makers of these checkpoints wrote them."""
 
@@ -352,8 +379,8 @@ PUBLISHED: dict[str, str] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_files_are_the_shapes_of_that_name(name: str) -> None:
     config = json.loads(PUBLISHED[name])
-    if name == "olmo3-7b":
-        config["layer_types"] *= 8  # of four layers each
+    if "layer_types" in config:  # the first of them
+        config["layer_types"] *= config["num_hidden_layers"] // len(config["layer_types"])
     assert ModelConfig.from_hf(config, name) == model_shape(name)
 
 
@@ -454,6 +481,14 @@ LONG: dict[str, Any] = {"type": "longrope", "short_factor": [1] * 6, "long_facto
         ("granite", {"residual_multiplier": 0}, "residual_multiplier = 0 .*a number from 1e-06"),
         ("granite", {"attention_bias": True}, "attention_bias = True"),
         ("granite", {"shared_intermediate_size": 64}, "shared_intermediate_size = 64"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias = False"),
+        ("gpt_oss", {"swiglu_limit": 10.0}, "swiglu_limit = 10.0 .*expected 7"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0 .*expected 1.702"),
+        ("gpt_oss", {"experts_per_token": 4}, "experts_per_token = 4 .*num_experts_per_tok is 2"),
+        ("gpt_oss", {"rope_scaling": {"rope_type": "longrope"}}, "rope_type = 'longrope'"),
+        ("gpt_oss", WINDOWED_TYPES | {"sliding_window": None}, "sliding_window = None .*have one"),
+        ("mixtral", {"swiglu_limit": 7.0}, "swiglu_limit = 7.0"),
+        ("qwen3_moe", {"swiglu_alpha": 1.702}, "swiglu_alpha = 1.702"),
         ("llama", {"residual_multiplier": 0.22}, "residual_multiplier = 0.22"),
         ("llama", {"query_pre_attn_scalar": 256}, "query_pre_attn_scalar = 256"),
     ],
@@ -537,6 +572,7 @@ PARAMETERS = {
     "gemma-3-1b": 999_885_952, "gemma-3-4b": 3_880_263_168,  # without its vision tower
     "phi-4-mini": 3_836_021_760, "qwen2.5-32b": 32_763_876_352,
     "llama-3.1-70b": 70_553_706_496,
+    "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672,
     "moe-2.7b": 2_715_883_520,  # of no checkpoint
 }  # fmt: skip
 """As Hugging Face counts those checkpoints."""

@@ -28,14 +28,26 @@ TOKENS = sum(LENGTHS)
 PRESETS: tuple[Preset, ...] = ("fp32", "bf16", "fp8", "int8")
 EXPERTS = Experts(8, 2, 40, True, (1,))
 CONFIG = ModelConfig("qwen3_moe", 64, 96, 48, 3, 4, 2, 32, 64, 1e-6, 1e4, False, experts=EXPERTS)
+GPT_OSS = replace(
+    CONFIG,
+    family="gpt_oss",
+    intermediate_size=40,
+    experts=replace(EXPERTS, dense_layers=()),
+    sliding_window=9,
+    windowless_layers=(1,),
+)
+BOTH = pytest.mark.parametrize("config", [CONFIG, GPT_OSS], ids=lambda config: config.family)
 
 
 def make(config: ModelConfig = CONFIG, preset: Preset = "fp32") -> Policy:
-    """Weights large enough that experts matter and tokens differ."""
+    """Weights large enough that experts matter and tokens differ, and biases."""
     policy = random_policy(config, PrecisionConfig(preset=preset), seed=0)
+    generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for master in policy.parameters():
+        for name, master in policy.masters.items():
             master.mul_(5.0 if master.ndim == 2 else 1.0)
+            if name.endswith(("bias", "sinks")):
+                master.normal_(std=0.5, generator=generator)
     policy.publish()
     return policy
 
@@ -109,10 +121,11 @@ def test_gradients_of_the_unit_are_those_of_autograd(renormalise: bool) -> None:
         assert (one.double() - other).norm() < 1e-5 * other.norm()
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
+@BOTH
 @pytest.mark.parametrize("preset", PRESETS)
-def test_recomputation_changes_no_bit(preset: Preset) -> None:
-    policy = make(preset=preset)
+def test_recomputation_changes_no_bit(preset: Preset, config: ModelConfig) -> None:
+    policy = make(config, preset)
     coefficients = RouterCoefficients(0.1, 0.1)
     expected = gradients(policy, "none", coefficients)
     for recompute in get_args(Recompute):
@@ -123,10 +136,13 @@ def test_recomputation_changes_no_bit(preset: Preset) -> None:
     assert all(bool(grad.any()) for grad in without.values())
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(5)
+@BOTH
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_sequence_alone_has_the_same_scores_and_routings(preset: Preset) -> None:
-    policy = make(preset=preset)
+def test_a_sequence_alone_has_the_same_scores_and_routings(
+    preset: Preset, config: ModelConfig
+) -> None:
+    policy = make(config, preset)
     batch = make_batch()
     whole = Scorer(policy).score(batch)
     passed = ScoredPass(policy, batch, "none").forward()

@@ -135,7 +135,7 @@ def test_a_flow_without_fp8_is_refused(preset: str, why: str) -> None:
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one != "gpt_oss"])
 @pytest.mark.parametrize("config", [WHOLE, NARROW_KEYS], ids=["whole", "narrow keys"])
 def test_transformers_loads_it_and_computes_what_we_do(
     family: Family, config: ModelConfig, tmp_path: Path

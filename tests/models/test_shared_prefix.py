@@ -51,6 +51,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "windowless_layers": (1,),
         "rope_scaling": YarnScaling(4.0, 32),
     },
+    "sinks": {
+        "family": "gpt_oss",
+        "experts": Experts(4, 2, 64, True),
+        "sliding_window": 20,
+        "windowless_layers": (1,),
+    },
 }
 PROMPTS = (1, 63, 64, 65, 130)
 
@@ -231,7 +237,7 @@ def test_attention_sums_in_the_order_of_the_sequences(dtype: torch.dtype) -> Non
     class Tokens:
         """Attention whose dK and dV are given, and whose dQ are its dO."""
 
-        def backward(self, attended: Any, d: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def backward(self, attended: Any, d: torch.Tensor, _: None) -> tuple[torch.Tensor, ...]:
             assert torch.equal(d.nonzero()[:, 0].unique(), shared.sum.first)
             return d, parts, -parts
 

@@ -359,7 +359,7 @@ BACKWARDS: list[tuple[Any, str, int | None, str]] = [
     (PackedAttention, "backward", None, "attention"),
     (pointwise, "swiglu_backward", None, "SwiGLU"),
     (experts, "experts_backward", None, "experts"),
-    (experts, "swiglu_backward", None, "experts"),
+    (experts, "swiglu_gradient", None, "experts"),
     (experts, "wgrad", 2, "experts"),
     (experts, "route_backward", None, "experts"),
     (experts, "route_backward", 6, "experts"),

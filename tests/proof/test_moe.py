@@ -3,6 +3,7 @@ and routers that differ, named.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,24 +16,32 @@ from isobit.kernels.spec.backend import SpecBackend
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.proof.bisect import bisect_policy, describe_bisect
+from isobit.proof.scenarios import tied_routers
 from isobit.proof.verify import VerifyOptions, verify_policy
 
 CONFIG = ModelConfig(
     "qwen3_moe", 96, 72, 64, 2, 4, 2, 16, 192, 1e-6, 1e4, True, experts=Experts(6, 2, 40, True)
 )
+GPT_OSS = replace(CONFIG, family="gpt_oss", sliding_window=20, windowless_layers=(1,))
 SMALL = VerifyOptions(prompts=4, samples=2, max_new_tokens=6)
 TWINS = 1, 4
 """Experts whose rows of the router are equal."""
 
 
-def make(preset: Preset = "fp8", same_matrices: bool = False) -> Policy:
-    """Routers with two experts that always tie, and that all tokens like."""
-    policy = random_policy(CONFIG, PrecisionConfig(preset=preset), seed=0)
+def make(
+    preset: Preset = "fp8", same_matrices: bool = False, config: ModelConfig = CONFIG
+) -> Policy:
+    """Routers with two experts that always tie, and that all tokens like; biases and sinks that
+    count.
+    """
+    policy = random_policy(config, PrecisionConfig(preset=preset), seed=0)
     first, second = TWINS
     with torch.no_grad():
         for name, master in policy.masters.items():
             if name.endswith("proj.weight"):
                 master.mul_(4)
+            if name.endswith(("bias", "sinks")):
+                master.copy_(4 * torch.randn(len(master)))
             if name.endswith("router.weight"):
                 master.mul_(4)
                 master[second] = master[first]
@@ -53,7 +62,7 @@ def replace_route(
 
 
 def with_ties_to_the_higher(
-    x: torch.Tensor, router: torch.Tensor, top_k: int, renormalise: bool
+    x: torch.Tensor, router: torch.Tensor, top_k: int, renormalise: bool, bias: None
 ) -> Routing:
     """The mirrored experts, mirrored back."""
     found = experts_module.route(x, router.flip(0), top_k, renormalise)
@@ -61,7 +70,7 @@ def with_ties_to_the_higher(
 
 
 def with_bf16_logits(
-    x: torch.Tensor, router: torch.Tensor, top_k: int, renormalise: bool
+    x: torch.Tensor, router: torch.Tensor, top_k: int, renormalise: bool, bias: None
 ) -> Routing:
     logits = experts_module.route(x, router, top_k, renormalise).logits.bfloat16().float()
     weights, experts = logits.softmax(-1).topk(top_k)
@@ -70,13 +79,24 @@ def with_bf16_logits(
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("one_scenario")
+@pytest.mark.parametrize("config", [CONFIG, GPT_OSS], ids=lambda config: config.family)
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
-def test_exact_flows_route_alike(preset: Preset) -> None:
-    result = verify_policy(make(preset), SMALL)
+def test_exact_flows_route_alike(preset: Preset, config: ModelConfig) -> None:
+    result = verify_policy(make(preset, config=config), SMALL)
     counts = result.comparison
     assert not counts.differs
     assert counts.routings_compared == counts.tokens_compared > 0 == counts.routings_differing
     assert result.as_json()["routings_differing"] == 0
+
+
+def test_tied_routers_have_tied_biases() -> None:
+    policy = make(config=GPT_OSS)
+    plain, tied = policy.weights("training").plain, "layers.0.router.bias"
+    before = plain[tied]
+    with tied_routers(policy):
+        groups = plain[tied].view(2, 3), plain["layers.0.router.weight"].view(2, 3, -1)
+        assert all(torch.equal(one, one[:, :1].expand_as(one)) for one in groups)
+    assert plain[tied] is before and len(before.unique()) == 6
 
 
 @pytest.mark.usefixtures("one_scenario")

@@ -125,7 +125,9 @@ def test_ties_of_experts_broken_the_other_way_in_rollout(
     do, and nowhere else does anything differ.
     """
 
-    def route(x: torch.Tensor, router: torch.Tensor, top_k: int, renormalise: bool) -> Routing:
+    def route(
+        x: torch.Tensor, router: torch.Tensor, top_k: int, renormalise: bool, bias: None
+    ) -> Routing:
         found = experts.route(x, router, top_k, renormalise)
         if not in_rollout():
             return found

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -255,6 +256,11 @@ def test_what_it_cannot_serve_is_refused() -> None:
     with pytest.raises(ConfigError, match="with experts"):
         engine_of(policy_of("bf16", family="mixtral", experts=Experts(4, 2, 64, True)))
     assert engine.num_live == 0
+    lowered = policy_of("bf16")
+    lowered.backend = Mock(wraps=lowered.backend)
+    lowered.backend.name = "triton"
+    with pytest.raises(ConfigError, match="all kernels of its process compiled for sm_80"):
+        engine_of(lowered)
 
 
 def test_a_missing_or_other_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,9 @@ MODELS = {
     "mixture": ModelConfig(
         family="qwen3_moe", tied_embeddings=True, experts=Experts(4, 2, 128, True), **SHAPE
     ),
+    "sinks and biases": ModelConfig(
+        family="gpt_oss", tied_embeddings=False, experts=Experts(4, 2, 64, True), **SHAPE
+    ),
     "adapters": ModelConfig(
         family="qwen2", tied_embeddings=False, lora=Lora(48, 96.0, LORA_TARGETS), **SHAPE
     ),
@@ -68,6 +71,8 @@ CASES = [
     {"model": "untied with biases", "preset": "int8", "moments": "bf16", "samples": 5},
     {"model": "tied", "preset": INT8_BEFORE, "moments": "fp8"},
     {"model": "mixture", "preset": INT8_BEFORE, "moments": "fp32"},
+    {"model": "sinks and biases", "preset": "fp8", "moments": "fp8"},
+    {"model": "sinks and biases", "preset": "int8", "moments": "bf16", "samples": 3},
 ]
 STEPS = 3
 

@@ -28,14 +28,14 @@ def served_settings(
     command: Command, options: Namespace, overrides: Sequence[str], **tables: Any
 ) -> ServeConfig:
     """The settings of the command line over ``tables``. The folder of the model becomes
-    ``options.model``: of a run it is the finished model, in the run's precision unless another one
-    is named. Raises ConfigError.
+    ``options.model``: of a run it is the finished model, in the run's precision and by its back end
+    unless others are named. Raises ConfigError.
     """
     root = Path(options.folder)
     options.model = options.folder
     if is_run(root):
         record = began_with(root)
-        tables["precision"] = record["precision"]
+        tables["precision"], tables["back_end"] = record["precision"], record["back_end"]
         if getattr(options, "follow", False):
             options.model = record["model"]
         elif (root / "model").is_dir():

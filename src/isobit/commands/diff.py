@@ -105,7 +105,7 @@ def diff(one: Path, other: Path) -> RunComparison:
     notes = [
         f"note: {key} is {ours!r} and {theirs!r}"
         for key, (ours, theirs) in changed_keys(*configs).items()
-        if not is_allowed(key, tuple(MAY_CHANGE))
+        if key == "back_end" or not is_allowed(key, tuple(MAY_CHANGE))
     ]
     return RunComparison(found.equal, found.differences, notes)
 

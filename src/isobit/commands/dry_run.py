@@ -29,6 +29,7 @@ from isobit.models.checkpoint import weight_files
 from isobit.models.decoder import decoder_shape, parameter_count
 from isobit.models.folder import model_needs
 from isobit.models.hub import is_hub_name
+from isobit.models.tensor_parallel import check_shared_by, with_heads_of_a_rank
 from isobit.precision.flow import PrecisionFlow, build_flow, describe_flow
 from isobit.records.packing import answers_within
 from isobit.rewards.grading import Graders
@@ -144,6 +145,7 @@ def plan_training(
     if resume:
         preview(config, plan.inputs, device, allowed, start.append)
     cluster, back_end = plan.config.cluster, support_for(device.type, card)
+    check_shared_by(cluster.processes, cluster.rollout_tp)
     processes = cluster.processes - cluster.rollouters
     time = None
     if back_end.has_own_memory:
@@ -151,12 +153,12 @@ def plan_training(
         pages = memory.pages if plan.samples_here else _AT_SERVERS
         work = _step_work(plan, memory, device, card)
         if card is None:
-            name = back_end.device_model(device) or ""
-            card = card_here(name, memory.total, back_end_of(device.type))
+            card = card_here(back_end.device_model(device) or "", memory.total, back_end_of("cuda"))
         time = estimate_step(work, card)
     else:
         memory = _plan_main_memory(plan, flow, back_end.sizes, processes)
-        pages = num_pages_for(model, flow, config.rollout, back_end.sizes)
+        cached = with_heads_of_a_rank(model, cluster.rollout_tp)
+        pages = num_pages_for(cached, flow, config.rollout, back_end.sizes)
         pages = pages if plan.samples_here else _AT_SERVERS
     limits = EngineLimits(
         model.max_positions, model.vocab_size, pages, back_end.sizes.page_tokens, True
@@ -330,6 +332,7 @@ def _plan_main_memory(
         sizes,
         plan.frozen,
         processes,
+        plan.config.cluster.rollout_tp,
     )
     if plan.samples_here:
         return estimate

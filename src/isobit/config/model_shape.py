@@ -8,10 +8,10 @@ from isobit.config.base import Strict
 
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "phi3", "olmo2", "olmo3",
-    "gemma3_text", "qwen3_moe", "mixtral",
+    "gemma3_text", "qwen3_moe", "mixtral", "gpt_oss",
 ]  # fmt: skip
 """The ``model_type`` of a Hugging Face ``config.json``."""
-MIXTURES: tuple[Family, ...] = ("qwen3_moe", "mixtral")
+MIXTURES: tuple[Family, ...] = ("qwen3_moe", "mixtral", "gpt_oss")
 """Families with experts."""
 WINDOWED: tuple[Family, ...] = ("mistral", "phi3", "mixtral")
 """Families whose layers may have a sliding window."""
@@ -46,7 +46,7 @@ class ModelShape(Strict):
     sliding_window: int | None = Field(default=None, gt=0, le=MAX_POSITIONS)
     """Keys that a query sees, in the families mistral, phi3 and mixtral; by default all."""
     num_experts: int | None = Field(default=None, gt=0, le=MAX_EXPERTS)
-    """Experts of each layer, in the families qwen3_moe and mixtral."""
+    """Experts of each layer, in the families qwen3_moe, mixtral and gpt_oss."""
     num_experts_per_tok: int = Field(default=2, gt=0, le=MAX_EXPERTS)
     """Experts of each token."""
     moe_intermediate_size: int | None = Field(default=None, gt=0, le=MAX_WIDTH)

@@ -22,7 +22,7 @@ from isobit.config.data import MixtureExamples
 from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
 from isobit.config.reward import CODE_SECONDS, JUDGE_SECONDS, RewardConfig, RewardPart
-from isobit.config.rollout import RolloutConfig
+from isobit.config.rollout import RolloutConfig, RunRolloutConfig
 from isobit.config.tables import CheckpointConfig, ClusterConfig, EvaluationConfig
 from isobit.config.training import OptimisationConfig, TrainingConfig
 from isobit.util.errors import ConfigError
@@ -112,7 +112,7 @@ def check_layout(config: RunConfig) -> None:
             f"cluster.rollouters is {cluster.rollouters}, but async.lag is 0: rollouters and "
             "trainers would wait for each other; set async.lag = 1, or rollouters = 0"
         )
-    check_own_engine(cluster)
+    check_sharing(config)
 
 
 def check_engine(config: RunConfig) -> None:
@@ -173,12 +173,34 @@ def _check_processes(engine: str, cluster: ClusterConfig) -> None:
         )
 
 
-def check_own_engine(cluster: ClusterConfig) -> None:
-    if cluster.rollout_tp > 1:
-        raise ConfigError(
-            f"cluster.rollout_tp is {cluster.rollout_tp}, but a run's published weights are whole "
-            "on every GPU; set it to 1 (`isobit rollout`, `eval` and `verify` take more)"
-        )
+def check_sharing(config: Recipe) -> None:
+    """Refuse engines of several processes where samples come from elsewhere, or read more than the
+    matrices that processes share.
+    """
+    sharing, rollout = config.cluster.rollout_tp, config.rollout
+    if sharing == 1:
+        return
+    engine = rollout.engine if isinstance(rollout, RunRolloutConfig) else "native"
+    reasons = {
+        f"cluster.rollouters is {config.cluster.rollouters}, each of which has an engine": (
+            config.cluster.rollouters > 0
+        ),
+        f"rollout.engine is {engine!r}, and only the native one is shared": engine != "native",
+        "lora is set, and adapters are not shared": config.lora is not None,
+        "precision.kv_scales is 'per_tensor', and such scales are not shared": (
+            config.precision.kv_scales == "per_tensor"
+        ),
+        "async.max_staleness is set, and half-done samples are not shared": (
+            isinstance(config, RunConfig) and config.asynchrony.max_staleness is not None
+        ),
+        "without a reward nothing is generated": config.reward is None,
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise ConfigError(
+                f"cluster.rollout_tp is {sharing}, but {reason}; set cluster.rollout_tp = 1, or "
+                "leave the other out"
+            )
 
 
 def check_sft(config: SftConfig) -> None:
@@ -187,7 +209,7 @@ def check_sft(config: SftConfig) -> None:
             f"cluster.rollouters is {config.cluster.rollouters}, but fine-tuning learns from given "
             "completions; set it to 0"
         )
-    check_own_engine(config.cluster)
+    check_sharing(config)
     check_lora(config)
     if config.teacher is not None and config.objective != "distil":
         raise ConfigError(

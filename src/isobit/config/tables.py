@@ -114,7 +114,9 @@ class ClusterConfig(Strict):
     uses the remaining nodes, and fewer processes where they have no room for all.
     """
     rollout_tp: int = Field(default=1, gt=0, le=64)
-    """Processes that share one engine, for ``isobit eval`` of a large policy; a run needs 1."""
+    """Processes that share one engine and its weights: of ``isobit eval`` all, of a run every so
+    many.
+    """
     rollouters: int = Field(default=0, ge=0, le=MAX_PROCESSES)
     """How many processes, the last ones, only sample while the others train; it needs ``async.lag``
     of at least 1. With 0 every process alternates between the two.

@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from isobit.config.data import ChatConfig
 from isobit.config.environment import ToolFormat
 from isobit.data.chat_template import mentions
-from isobit.records.text import THINK, THOUGHT
+from isobit.records.text import HARMONY, THINK, THOUGHT
 from isobit.util.errors import ConfigError
 
 MOST_CALLS = 16
@@ -192,8 +192,8 @@ def _begun(mark: str) -> str:
     return pattern
 
 
-_OPENS_BEGUN = "|".join(map(_begun, ("<thinking>", "<think>", "[THINK]")))
-_CLOSES_BEGUN = "|".join(map(_begun, ("</thinking>", "</think>", "[/THINK]")))
+_OPENS_BEGUN = "|".join(map(_begun, ("<thinking>", "<think>", "[THINK]", HARMONY[0])))
+_CLOSES_BEGUN = "|".join(map(_begun, ("</thinking>", "</think>", "[/THINK]", HARMONY[1])))
 _INSIDE = re.compile(rf"(?P<closes>{THOUGHT.pattern})|{_CLOSES_BEGUN}|\Z")
 _BARE = re.compile(r"\s*+(?:(?P<bare>(?=\{))|\Z)")
 

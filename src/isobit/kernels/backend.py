@@ -134,7 +134,7 @@ class Backend(Protocol):
         ...
 
     def linear(self, x: Operand, weight: LinearWeight) -> torch.Tensor:
-        """FProp, Y = X W^T: [T, K] -> [T, N], without the bias, which ``QkvTransform`` adds."""
+        """FProp, Y = X W^T: [T, K] -> [T, N], without the bias, which its reader adds."""
         ...
 
     def adapter_low(self, x: torch.Tensor, adapter: AdapterWeight) -> torch.Tensor:
@@ -150,26 +150,41 @@ class Backend(Protocol):
         ...
 
     def route(
-        self, x: torch.Tensor, router: torch.Tensor, top_k: int, renormalise: bool
+        self,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        top_k: int,
+        renormalise: bool,
+        bias: torch.Tensor | None = None,
     ) -> Routing:
         """The ``top_k`` experts of each token: x [T, C] and the published router [E, C] -> FP32
-        logits x router^T; the weights are their softmax over all experts, divided by the sum over
-        the chosen ones if ``renormalise``.
+        logits x router^T + bias [E]; the weights are their softmax over all experts, divided by the
+        sum over the chosen ones if ``renormalise``.
         """
         ...
 
     def experts(
-        self, x: Operand, routing: Routing, gate_up: LinearWeight, down: LinearWeight
+        self,
+        x: Operand,
+        routing: Routing,
+        gate_up: LinearWeight,
+        down: LinearWeight,
+        gate: Gate = "silu",
     ) -> torch.Tensor:
         """x [T, C] as ``gate_up`` reads it -> y [T, C]: the sum over the ranks j of a token, in
         FP32 and in their order, of weight_j * down_e(swiglu(gate_up_e(x))), e its expert; rounded
         once. The matrices are stacked: [E 2 I, C] and [E C, I].  An expert's output for a token has
-        the bits of ``linear`` with its matrix alone.
+        the bits of ``linear`` with its matrix alone; a bias is added to these, and rounded.
         """
         ...
 
     def experts_saving(
-        self, x: LinearInput, routing: Routing, gate_up: LinearWeight, down: LinearWeight
+        self,
+        x: LinearInput,
+        routing: Routing,
+        gate_up: LinearWeight,
+        down: LinearWeight,
+        gate: Gate = "silu",
     ) -> tuple[torch.Tensor, RoutedExperts]:
         """The same bits, and what ``experts_backward`` reads; ``x.saved`` is x itself, [T, C] in
         the format between operators, since each expert groups its own tokens for WGrad.
@@ -285,9 +300,12 @@ class Backend(Protocol):
         routing: Routing,
         gate_up: LinearWeight,
         down: LinearWeight,
-        grads: ExpertGradients,
+        grads: ExpertGradients | None,
+        gate: Gate = "silu",
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """dy [T, C] -> dx [T, C], and the gradient of the routing's weights, FP32 [T, k]."""
+        """dy [T, C] -> dx [T, C], and the gradient of the routing's weights, FP32 [T, k]. None for
+        frozen experts.
+        """
         ...
 
     def route_backward(
@@ -298,10 +316,12 @@ class Backend(Protocol):
         router: torch.Tensor,
         renormalise: bool,
         loss: RouterLoss | None,
-        grad: torch.Tensor,
+        grad: torch.Tensor | None,
+        bias_grad: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The gradient of the weights FP32 [T, k], and of the router's own losses -> that of x [T,
-        C]; grad [E, C].  The choice of experts has no gradient.
+        C]; grad [E, C] and bias_grad [E], None for a frozen router.  The choice of experts has no
+        gradient.
         """
         ...
 
@@ -498,6 +518,7 @@ class ModelNeeds:
     preset: str
     linears: tuple[LinearShape, ...] = ()  # each shape once
     gate: Gate = "silu"
+    has_frozen_experts: bool = False
 
 
 class Support(Protocol):

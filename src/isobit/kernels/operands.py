@@ -42,8 +42,11 @@ class Quantised(Protocol):
         ...
 
 
-Gate = Literal["silu", "gelu_tanh"]
-"""The function of an MLP's gate: x / (1 + exp(-x)), or GELU by tanh (``Backend.swiglu``)."""
+Gate = Literal["silu", "gelu_tanh", "clamped_silu"]
+"""The function of an MLP's gate: x / (1 + exp(-x)), GELU by tanh (``Backend.swiglu``), or with x
+and ``up`` clamped x / (1 + exp(-SWIGLU_ALPHA x)), which multiplies up + 1.
+"""
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 Operand = torch.Tensor | Quantised
 """An operand of a product: quantised, or in the format between operators."""
@@ -203,10 +206,14 @@ RoutedExperts = Any
 
 @dataclass(frozen=True, slots=True)
 class ExpertGradients:
-    """FP32 gradients that ``experts_backward`` adds to: [E 2 I, C] and [E C, I]."""
+    """FP32 gradients that ``experts_backward`` adds to: [E 2 I, C] and [E C, I], and of biases
+    [E 2 I] and [E C].
+    """
 
     gate_up: torch.Tensor
     down: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +244,8 @@ class QkvTransform:
     """FP32 [3], raised to the largest magnitudes of Q and K, behind the Hadamard matrix even where
     ``hadamard`` is off, and of V; vectors that are not finite are left out.
     """
+    sinks: torch.Tensor | None = None
+    """[H]: a further score of each query head, whose probability goes to no value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,9 +399,11 @@ class AttendWithBackward(Attend, Protocol):
         ...
 
     def backward(
-        self, attended: Any, d_output: torch.Tensor
+        self, attended: Any, d_output: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradient of [T, H D] -> dq [T, H, D], dk and dv [T, G, D], straight through."""
+        """The gradient of [T, H D] -> dq [T, H, D], dk and dv [T, G, D], straight through.
+        ``sinks``, FP32 [H], is the gradient of the sinks, which is added to.
+        """
         ...
 
 

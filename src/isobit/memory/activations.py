@@ -193,6 +193,30 @@ def published_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> in
     return rope + head + master_bytes(shape, flow, sizes)
 
 
+def shared_bytes(
+    shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes, rollout_tp: int
+) -> tuple[int, int, int]:
+    """Of one of so many processes that share an engine: what it publishes of ``published_bytes``,
+    in shares of equal size; the matrices of a layer that it gathers; and its part of lm_head.
+    """
+    whole = published_bytes(shape, flow, sizes)
+    if rollout_tp == 1:
+        return whole, 0, 0
+    layers: dict[str, int] = {}
+    for name, master in build_decoder(shape).masters().items():
+        if master.kind == "matrix":
+            path = name.rpartition(".")[0]
+            sites = {flow.rollout.site(path), flow.training.site(path)}
+            size = sum(sizes.matrix(site, master.shape[1]) for site in sites)
+            layer = path.rpartition(".")[0]
+            layers[layer] = layers.get(layer, 0) + size
+    matrices, graph = sum(layers.values()), flow.rollout
+    head = DTYPES[graph.activations].itemsize * shape.vocab_size * shape.hidden_size
+    head += sizes.head_copy(graph.site(LM_HEAD), shape.vocab_size, shape.hidden_size)
+    own = whole - matrices + -(-matrices // rollout_tp)
+    return own, max(layers.values()), -(-head // rollout_tp)
+
+
 @cache
 def master_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> int:
     """What is published of each master, in every form that a side reads."""

@@ -19,9 +19,12 @@ is then the larger of two moments,
     scoring     masters + published weights + moments + the frozen weights + a forward
     backward    as above
 
-``reserve_of`` it is left free for captured graphs, kernels, gaps between torch's blocks, and the
-workspaces of libraries. Those of cuBLAS, some 32 MiB for each thread and stream, are in what torch
-measures: nearly all of what a tiny model takes.
+Of processes that share an engine each publishes its rows of the layers' matrices, and gathers those
+of one layer; for a rollout it copies its rows of lm_head.
+
+What ``reserve_of`` says is left free for captured graphs, kernels, gaps between torch's blocks, and
+the workspaces of libraries. Those of cuBLAS, some 32 MiB for each thread and stream, are in what
+torch measures: nearly all of what a tiny model takes.
 """
 
 from bisect import bisect_right
@@ -37,15 +40,16 @@ from isobit.memory.activations import (
     page_locked,
     page_locked_bytes,
     passing_bytes,
-    published_bytes,
     saved_bytes,
     scoring_bytes,
+    shared_bytes,
 )
 from isobit.memory.cache_size import forward_bytes, num_pages_within, pages_for, reserve_of
 from isobit.memory.cards import GPUS
 from isobit.memory.host import Share, attended_tokens, microbatch_tokens, share_of
 from isobit.memory.refusal import Refusal
 from isobit.models.config import ModelConfig
+from isobit.models.tensor_parallel import with_heads_of_a_rank
 from isobit.parallel.gradient_sum import Slots
 from isobit.precision.flow import PrecisionFlow
 from isobit.training.optimiser import moment_bytes
@@ -58,7 +62,7 @@ Bytes = Mapping[str, int]
 MASTERS, MOMENTS, GRADIENTS = "masters", "optimiser moments", "gradients"
 OF_A_SLOT, MADE, ARRIVING = "sums of a slot", "gradients as they are made", "arriving gradients"
 CACHE = "KV pages"
-COPY = "the engine's own weights"
+COPY, GATHERED = "the engine's own weights", "matrices of a layer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +139,7 @@ class DevicePlanner:
     """False for a process that only samples, and scores a little of what it has sampled."""
     hosts: int = 1  # that compute slots of an update side by side
     copied: int = 0  # bytes of the weights that another engine has for itself
+    rollout_tp: int = 1  # processes that share an engine
 
     @property
     def planned(self) -> int:
@@ -213,19 +218,26 @@ class DevicePlanner:
 
     @property
     def _page_bytes(self) -> int:
-        return self.sizes.page_bytes(self.shape, self.flow)
+        return self.sizes.page_bytes(with_heads_of_a_rank(self.shape, self.rollout_tp), self.flow)
 
     @property
     def _copy(self) -> dict[str, int]:
-        return {COPY: self.copied} if self.copied else {}
+        copied = self.copied + self._shared[2]
+        return {COPY: copied} if copied else {}
+
+    @property
+    def _shared(self) -> tuple[int, int, int]:
+        return shared_bytes(self.shape, self.flow, self.sizes, self.rollout_tp)
 
     def weight_bytes(self, training: TrainingConfig) -> dict[str, int]:
+        published, layer, _ = self._shared
         if not self.learns:
-            return {"published weights": published_bytes(self.shape, self.flow, self.sizes)}
+            return {"published weights": published}
         share = self._share(training)
         return {
             MASTERS: 4 * share.numbers,
-            "published weights": published_bytes(self.shape, self.flow, self.sizes),
+            "published weights": published,
+            **({GATHERED: layer} if layer else {}),
             MOMENTS: moment_bytes(share.masters, training.moments),
             **({ARRIVING: share.arriving} if share.arriving else {}),
         }

@@ -42,12 +42,13 @@ from isobit.memory.activations import (
     FrozenModel,
     added_up,
     passing_bytes,
-    published_bytes,
     saved_bytes,
+    shared_bytes,
 )
 from isobit.memory.cache_size import batched_tokens, num_pages_for
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, master_shapes
+from isobit.models.tensor_parallel import with_heads_of_a_rank
 from isobit.parallel.exchanges import buffer_bytes
 from isobit.parallel.gradient_sum import BUFFERS, ONE_SLOT, Slots, SumSizes, numbers_to_one
 from isobit.parallel.ownership import Ownership
@@ -175,16 +176,15 @@ def estimate_memory(
     sizes: Sizes,
     frozen: Sequence[FrozenModel] = (),
     processes: int = 1,
+    rollout_tp: int = 1,
 ) -> MemoryEstimate:
     """The estimate for sequences of at most ``longest`` tokens on a back end of those sizes, beside
-    ``frozen`` models, for so many processes on this machine. Raises ConfigError if ``rollout``
-    gives the cache no page.
+    ``frozen`` models, for so many processes on this machine, of which ``rollout_tp`` share an
+    engine. Raises ConfigError if ``rollout`` gives the cache no page.
     """
     masters = [prod(sizes) for sizes in master_shapes(shape).values()]
     parameters = sum(masters)
     tokens = microbatch_tokens(training, longest)
-    pages = num_pages_for(shape, flow, rollout, sizes)
-    pages_key = "rollout.kv_memory_gib" if rollout.kv_pages is None else "rollout.kv_pages"
     largest_forward = max(tokens, batched_tokens(rollout, sizes))
     attended = attended_tokens(training, tokens, longest)
     limits = training.recompute, largest_forward, longest
@@ -203,8 +203,7 @@ def estimate_memory(
         *_each(
             processes,
             MemoryItem("gradients on their way", on_their_way, _MODEL),
-            MemoryItem("published weights", published_bytes(shape, flow, sizes), _MODEL),
-            MemoryItem("KV pages", pages * sizes.page_bytes(shape, flow), pages_key),
+            *_of_the_engine(shape, flow, rollout, sizes, rollout_tp),
             MemoryItem(
                 "activations",
                 saved_bytes(shape, flow, sizes, training.recompute, tokens)
@@ -225,6 +224,19 @@ def estimate_memory(
         for name, size in added_up(frozen, sizes).items()
     )
     return MemoryEstimate((*stays, *_each(processes, *scores, *passes)))
+
+
+def _of_the_engine(
+    shape: ModelConfig, flow: PrecisionFlow, rollout: RolloutConfig, sizes: Sizes, rollout_tp: int
+) -> list[MemoryItem]:
+    """What each of so many processes has of the weights and of the engine that they share."""
+    cached = with_heads_of_a_rank(shape, rollout_tp)
+    size = num_pages_for(cached, flow, rollout, sizes) * sizes.page_bytes(cached, flow)
+    key = "rollout.kv_memory_gib" if rollout.kv_pages is None else "rollout.kv_pages"
+    names = ("published weights", "matrices of a layer", "the engine's own weights")
+    weights = zip(names, shared_bytes(shape, flow, sizes, rollout_tp), strict=True)
+    items = [MemoryItem(name, part, _MODEL) for name, part in weights if part]
+    return [*items, MemoryItem("KV pages", size, key)]
 
 
 def microbatch_tokens(training: TrainingConfig, longest: int) -> int:

@@ -69,13 +69,18 @@ class Attention:
             lora=config.lora,
         )
         out = LinearShape({"o_proj": hidden}, queries)
-        self._out = Linear(f"{path}.o_proj", out, checkpoint, lora=config.lora)
+        self._out = Linear(
+            f"{path}.o_proj", out, checkpoint, config.has_biases, config.lora, adds_bias=True
+        )
         dim, offset = config.head_dim, FAMILIES[config.family].norm_offset
         sizes = (queries, keys) if config.wide_qk_norm else (dim, dim) if config.qk_norm else ()
         self._head_norms = {
             f"{path}.{name}.weight": norm_master(size, f"{checkpoint}.{name}.weight", offset)
             for name, size in zip(("q_norm", "k_norm"), sizes, strict=False)
         }
+        heads, name = config.num_heads, f"{checkpoint}.sinks"
+        sinks = {f"{path}.sinks": Master((heads,), {name: heads})}
+        self._sinks = sinks if config.has_sinks else {}
 
     def sites(self) -> tuple[SiteShape, ...]:
         path, layer = f"layers.{self._layer}", self._layer
@@ -91,6 +96,7 @@ class Attention:
             **self._norms.masters(),
             **self._qkv.masters(),
             **self._head_norms,
+            **self._sinks,
             **self._out.masters(),
         }
 
@@ -134,8 +140,10 @@ class Attention:
         d_out = self._norms.output_backward(weights, gradient, d, saved.made)
         d_out = self._out.backward(weights, gradient, d_out, saved.out)
         # no name holds dQ, dK and dV: they are gone when the projection's backward begins
+        learns_sinks = self._config.has_sinks and self._config.lora is None
+        sinks = gradient(f"layers.{self._layer}.sinks") if learns_sinks else None
         d_qkv = weights.backend.qkv_backward(
-            *attend.backward(saved.attended, d_out),
+            *attend.backward(saved.attended, d_out, sinks),
             saved.qkv,
             self._transform(weights),
             positions,
@@ -267,6 +275,7 @@ class Attention:
             weights.graph.attention_format(self._layer) in EIGHT_BITS,
             scale_bytes,
             maxima,
+            plain[f"{path}.sinks"] if config.has_sinks else None,
         )
 
     def _tensor_scales(self, weights: Weights) -> tuple[torch.Tensor | None, torch.Tensor | None]:

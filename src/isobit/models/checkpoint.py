@@ -44,6 +44,7 @@ from isobit.models.quantised_checkpoint import (
     SUFFIXES,
     Fp8Format,
     Int8Format,
+    Mxfp4Format,
     check_eight_bits,
     check_int8,
     check_scales,
@@ -60,6 +61,7 @@ from isobit.models.safetensors import (
     TensorFile,
     parse_json,
 )
+from isobit.models.stacked import MXFP4, expert_tensors
 from isobit.precision.quant_tensor import (
     Int8Rows,
     QuantisedWeight,
@@ -254,6 +256,11 @@ class FolderCheckpoint:
             for tensor in LargerModel.of(described, stored).rest.values():
                 _check_format(tensor, False, None)
             stored = decoder_tensors(stored)
+        in_mxfp4 = isinstance(format, Mxfp4Format)
+        if in_mxfp4 and not config.stacks_experts:
+            raise ModelError(f"{source}: MXFP4 is read for experts of gpt-oss alone")
+        if config.stacks_experts:
+            stored, format = expert_tensors(config, stored, in_mxfp4), None if in_mxfp4 else format
         expected = _expected(config)
         _check_names(folder, config, expected, stored)
         scales: dict[str, CheckpointTensor] = {}
@@ -459,7 +466,7 @@ def _check_format(tensor: CheckpointTensor, is_matrix: bool, format: Fp8Format |
     )
     if tensor.format in ((FP8,) if format is None else SUFFIXES):
         check_eight_bits(tensor, is_matrix, format, own, key)
-    elif tensor.format not in FORMATS:
+    elif tensor.format not in (*FORMATS, MXFP4):
         raise ModelError(
             f"{tensor} is {tensor.format}; expected {one_of(FORMATS)}, or {FP8} with scales"
         )

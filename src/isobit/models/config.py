@@ -148,11 +148,10 @@ class ModelConfig:
                 f"LoRA does not train a {self.family} model, whose q, k and v are one matrix, and "
                 "gate and up another; leave [lora] out, or take a model of another family"
             )
-        if self.experts is not None:
+        if self.experts is not None and {"gate_proj", "up_proj", "down_proj"} & {*lora.targets}:
             raise ModelError(
-                f"LoRA does not train a {self.family} model: adapters of a mixture of experts are "
-                "not supported, neither those of its experts nor those of its attention alone; "
-                "leave [lora] out, or take a dense model"
+                f"LoRA does not train the experts of a {self.family} model, only its attention; "
+                "set lora.targets to q_proj, k_proj, v_proj and o_proj, or some of them"
             )
         if self.score_head:
             raise ModelError(
@@ -185,16 +184,25 @@ class ModelConfig:
     @property
     def other_rope_layers(self) -> tuple[int, ...]:
         """Layers with ``RopeTable.other``."""
-        by_type = FAMILIES[self.family].windows == "layer types"
         is_same = self.rope_scaling is None and self.window_rope_theta is None
-        if is_same or not by_type:
+        if is_same or not FAMILIES[self.family].has_two_ropes:
             return self.no_rope_layers
         return tuple(n for n in range(self.num_layers) if self.window(n) is not None)
 
     @property
     def qkv_bias(self) -> bool:
         """Whether q, k and v have biases."""
-        return FAMILIES[self.family].qkv_bias
+        return FAMILIES[self.family].biases != "none"
+
+    @property
+    def has_biases(self) -> bool:
+        """Whether o, the router and the experts have biases, too."""
+        return FAMILIES[self.family].biases == "all"
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether each query head has a sink."""
+        return FAMILIES[self.family].has_sinks
 
     @property
     def attention_scaling(self) -> float:
@@ -223,6 +231,12 @@ class ModelConfig:
     def stream_epsilon(self) -> float:
         """``rms_epsilon`` of the norms of that stream."""
         return self.rms_epsilon / self.multipliers.residual**2
+
+    @property
+    def stacks_experts(self) -> bool:
+        """Whether folders have all experts of a layer in one tensor."""
+        names = FAMILIES[self.family].experts
+        return self.experts is not None and names is not None and names.is_stacked
 
     def window(self, layer: int) -> int | None:
         """The number of keys that a layer's query sees, including its own; None: all before it."""
@@ -298,7 +312,8 @@ class ModelConfig:
             "max_position_embeddings": self.max_positions,
             "rms_norm_eps": self.rms_epsilon,
             key: activation,
-            "attention_bias": False,
+            **traits.constants,
+            "attention_bias": self.has_biases,
             "tie_word_embeddings": self.tied_embeddings,
             **rope_json(
                 (self.rope_theta, self.rope_scaling, self.partial_rotary_factor),
@@ -427,6 +442,17 @@ def _qwen3(hidden: int, mlp: int, layers: int, heads: int, tied: bool = False) -
     )
 
 
+def _gpt_oss(layers: int, experts: int) -> ModelConfig:
+    return ModelConfig(
+        *("gpt_oss", 201088, 2880, 2880, layers, 64, 8, 64, 131072, 1e-5, 1.5e5),
+        tied_embeddings=False,
+        rope_scaling=YarnScaling(32.0, 4096, truncate=False),
+        sliding_window=128,
+        windowless_layers=every_layer(2, layers),
+        experts=Experts(experts, 4, 2880, renormalise=True),
+    )
+
+
 _LLAMA3_SCALING = Llama3Scaling(8.0, 1.0, 4.0, 8192)
 
 _PHI4_LONG_FACTOR = (
@@ -529,6 +555,8 @@ SHAPES: dict[str, ModelConfig] = {
         tied_embeddings=False,
         experts=Experts(8, 2, 14336, renormalise=True),
     ),
+    "gpt-oss-20b": _gpt_oss(layers=24, experts=32),
+    "gpt-oss-120b": _gpt_oss(layers=36, experts=128),
     # Of no checkpoint: experts of Qwen3-30B-A3B, few enough of them to train on one card.
     "moe-2.7b": ModelConfig(
         *("qwen3_moe", 32000, 2048, 6144, 16, 16, 4, 128, 40960, 1e-6, 1e6),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from isobit.config.model_shape import Family
-from isobit.kernels.operands import Gate
+from isobit.kernels.operands import SWIGLU_ALPHA, SWIGLU_LIMIT, Gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,11 @@ class ExpertNames:
     gate: str  # matrices of an expert: `gate`, `up` and `down`
     up: str
     down: str
+    router: str = "gate"  # its module in the block
+    top_k: tuple[str, ...] = ("num_experts_per_tok",)
+    """Keys of the number of experts for each token."""
+    is_stacked: bool = False
+    """Whether folders have all experts of a layer in one tensor (``isobit.models.stacked``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,10 @@ class Traits:
 
     architecture: str  # the class of its language models
     reward_architecture: str | None  # the class of its reward models, if they are supported
-    qkv_bias: bool = False
+    biases: Literal["none", "qkv", "all"] = "none"
+    """The linears with biases: none, q, k and v, or also o, the router and the experts."""
+    has_sinks: bool = False
+    """Whether each query head has a sink (``isobit.kernels.spec.attention``)."""
     qk_norm: Literal["none", "each head", "all heads"] = "none"
     """The elements over which the RMSNorms of Q and of K are."""
     norms: Literal["in front", "behind", "both"] = "in front"
@@ -46,14 +54,17 @@ class Traits:
     norm_offset: float = 0.0
     """What is added to the weights of every norm: 1 where their centre is zero."""
     gate: Gate = "silu"
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Keys with the one value that is computed, and that a missing one has."""
     scaled_embeddings: bool = False
     """Whether embeddings are multiplied by the root of the hidden size, in their own format."""
     default_head_dim: int | None = None  # None: the hidden size over the number of heads
     default_rope_theta: float = 1e4
     windows: Literal["none", "every layer", "upper layers", "layer types"] = "none"
     """The layers that a sliding window applies to, if config.json enables one. With layer types
-    rotary scaling is for the others alone.
+    rotary scaling is for the others alone, but for ``scales_windows``.
     """
+    scales_windows: bool = False
     default_window: int | None = None
     default_interval: int = 4
     """Of layer types: every layer with a number that this divides has no window."""
@@ -67,6 +78,8 @@ class Traits:
     partial_rotary: bool = False
     """Whether ``partial_rotary_factor`` is read."""
     rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    default_rope: Mapping[str, Any] = field(default_factory=dict)
+    """The table of rotary positions of a file without one."""
     computes: tuple[str, ...] = ()
     """Those of ``FEATURES`` that the family has."""
     default_no_rope_interval: int | None = None
@@ -79,11 +92,16 @@ class Traits:
     outer: tuple[str, str] | None = None
     """Architecture and ``model_type`` of the larger model that this is the ``text_config`` of."""
 
+    @property
+    def has_two_ropes(self) -> bool:
+        """Whether layers with a window have rotary positions of their own."""
+        return self.windows == "layer types" and not self.scales_windows
+
 
 FAMILIES: dict[Family, Traits] = {
     "llama": Traits("LlamaForCausalLM", "LlamaForSequenceClassification"),
     "qwen2": Traits(
-        "Qwen2ForCausalLM", "Qwen2ForSequenceClassification", qkv_bias=True, windows="upper layers"
+        "Qwen2ForCausalLM", "Qwen2ForSequenceClassification", biases="qkv", windows="upper layers"
     ),
     "qwen3": Traits(
         "Qwen3ForCausalLM",
@@ -199,6 +217,38 @@ FAMILIES: dict[Family, Traits] = {
             down="w2",
         ),
     ),
+    "gpt_oss": Traits(
+        "GptOssForCausalLM",
+        None,
+        biases="all",
+        has_sinks=True,
+        gate="clamped_silu",
+        constants={"swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT},
+        default_head_dim=64,
+        default_rope_theta=150_000.0,
+        windows="layer types",
+        scales_windows=True,
+        default_window=128,
+        default_interval=2,
+        default_rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        experts=ExpertNames(
+            counts=("num_local_experts", "num_experts"),
+            width="intermediate_size",
+            renormalise=None,
+            block="mlp",
+            gate="gate_proj",
+            up="up_proj",
+            down="down_proj",
+            router="router",
+            top_k=("num_experts_per_tok", "experts_per_token"),
+            is_stacked=True,
+        ),
+    ),
 }
 """The families by the ``model_type`` of a config.json."""
 
@@ -217,6 +267,7 @@ REWARD_ARCHITECTURES: dict[str, Family] = {
 ACTIVATIONS: dict[Gate, tuple[str, str]] = {
     "silu": ("hidden_act", "silu"),
     "gelu_tanh": ("hidden_activation", "gelu_pytorch_tanh"),
+    "clamped_silu": ("hidden_act", "silu"),
 }
 """The key of a config.json that names the function of the gate, and its name."""
 
@@ -233,7 +284,8 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "rope_interleaved": (), "rope_local_base_freq": (), "rotary_dim": (), "rotary_pct": (1,),
     "routed_scaling_factor": (1,), "router_jitter_noise": (0,), "scale_depth": (),
     "scale_emb": (1,), "scoring_func": ("softmax",), "shared_expert_intermediate_size": (0,),
-    "shared_intermediate_size": (0,), "sliding_window_pattern": (), "swiglu_limit": (),
+    "shared_intermediate_size": (0,), "sliding_window_pattern": (), "swiglu_alpha": (),
+    "swiglu_limit": (),
     "topk_group": (0, 1), "use_bias": (), "use_bidirectional_attention": (),
     "use_expert_bias": (), "use_mrope": (), "use_parallel_residual": (), "use_qk_norm": (),
 }  # fmt: skip

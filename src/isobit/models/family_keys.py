@@ -82,12 +82,18 @@ def refuse_unsupported(fields: ConfigFields, family: Family) -> None:
     for key, _ in ACTIVATIONS.values():
         if fields.text(key, activation) != activation:
             raise fields.refusal(key, f"expected {activation!r}")
-    if fields.flag("attention_bias", False) and not FAMILIES[family].qkv_bias:
+    traits = FAMILIES[family]
+    has_biases = fields.flag("attention_bias", traits.biases == "all")
+    if has_biases != (traits.biases == "all") and traits.biases != "qkv":
         raise fields.refusal("attention_bias")
+    for key, value in traits.constants.items():
+        if fields.number(key, 0, 1e6, value) != value:
+            raise fields.refusal(key, f"expected {value:g}")
     if fields.has("quantization_config"):
         raise fields.refusal("quantization_config")
+    computed = {*traits.computes, *traits.constants}
     for key, neutral in FEATURES.items():
-        if key not in FAMILIES[family].computes and not is_neutral(fields.values.get(key), neutral):
+        if key not in computed and not is_neutral(fields.values.get(key), neutral):
             raise fields.refusal(key)
 
 
@@ -198,10 +204,7 @@ def _read_experts(fields: ConfigFields, family: Family, layers: int) -> Experts 
     keys = FAMILIES[family].experts
     if keys is None:
         return None
-    named = [key for key in keys.counts if fields.has(key)] or [keys.counts[0]]
-    count, *others = (fields.integer(key, 1, MAX_EXPERTS) for key in named)
-    if any(other != count for other in others):
-        raise fields.refusal(named[1], f"{named[0]} is {count:,}")
+    count = _read_alike(fields, keys.counts, MAX_EXPERTS)
     renormalise, dense = True, tuple[int, ...]()
     if keys.renormalise is not None:
         renormalise = fields.flag(keys.renormalise, False)
@@ -210,8 +213,17 @@ def _read_experts(fields: ConfigFields, family: Family, layers: int) -> Experts 
         dense = tuple(n for n in range(layers) if n in dense_by_name or (n + 1) % step)
     return Experts(
         count=count,
-        top_k=fields.integer("num_experts_per_tok", 1, count),
+        top_k=_read_alike(fields, keys.top_k, count),
         intermediate_size=fields.integer(keys.width, 1, MAX_WIDTH),
         renormalise=renormalise,
         dense_layers=dense,
     )
+
+
+def _read_alike(fields: ConfigFields, keys: tuple[str, ...], most: int) -> int:
+    """A number that may have several keys, at least one of them."""
+    named = [key for key in keys if fields.has(key)] or [keys[0]]
+    value, *others = (fields.integer(key, 1, most) for key in named)
+    if any(other != value for other in others):
+        raise fields.refusal(named[1], f"{named[0]} is {value:,}")
+    return value

@@ -78,7 +78,8 @@ def model_needs(config: ModelConfig, preset: str) -> backend.ModelNeeds:
     linears = {(linear.rows, linear.in_features): linear for linear in shapes if linear is not None}
     sizes = config.num_heads, config.num_kv_heads, config.head_dim
     gate = FAMILIES[config.family].gate
-    return backend.ModelNeeds(*sizes, preset, tuple(linears.values()), gate)
+    is_frozen = config.lora is not None and config.experts is not None
+    return backend.ModelNeeds(*sizes, preset, tuple(linears.values()), gate, is_frozen)
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -98,7 +98,8 @@ class FrozenPolicy:
             weights = _without_adapters(policy.weights(SIDE), flow.training)
             return cls(config, flow, policy.backend, weights)
         flow = policy.flow.frozen(SIDE)
-        weights = _copy(policy.weights(SIDE), decoder, flow.training)
+        own = policy.weights(SIDE)
+        weights = _copy(replace(own, linears=dict(own.linears)), decoder, flow.training)
         frozen = cls(config, flow, policy.backend, weights)
         frozen._remember(policy, flow.training == policy.flow.training)
         return frozen

@@ -6,11 +6,11 @@ The answer is read off formats and tensors; ``isobit verify`` and every exact st
 from dataclasses import dataclass
 
 from isobit.models.policy import Policy
-from isobit.models.policy_share import PolicyShare
+from isobit.models.policy_share import PolicyShare, PublishedShare
 from isobit.precision.flow import Graph, is_same_forward
 from isobit.precision.quant_tensor import Side
 
-SampledPolicy = Policy | PolicyShare
+SampledPolicy = Policy | PolicyShare | PublishedShare
 """A policy that an engine samples from."""
 
 
@@ -34,7 +34,8 @@ class LogProbFunction:
 
 def function_of(policy: SampledPolicy, side: Side) -> LogProbFunction:
     """The function that one side of a policy computes on its device."""
-    return LogProbFunction(policy, policy.flow.graph(side), policy.backend.name)
+    owner = policy.whole if isinstance(policy, PublishedShare) else policy
+    return LogProbFunction(owner, policy.flow.graph(side), policy.backend.name)
 
 
 def is_one_function(sampled: LogProbFunction, trained: LogProbFunction) -> bool:

@@ -2,7 +2,7 @@
 memory plan.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
@@ -33,14 +33,15 @@ from isobit.precision.quant_tensor import DTYPES
 
 @dataclass(slots=True)
 class Weights:
-    """The weights that one side of a flow reads: a LinearWeight for each linear by path, and the
-    others in the activations' format by the names of their masters.
+    """The weights that one side of a flow reads: a LinearWeight for each linear by path, which may
+    be gathered as it is asked for (``isobit.models.slices``), and the others in the activations'
+    format by the names of their masters.
     """
 
     backend: Backend
     rope: RopeTable
     graph: Graph
-    linears: dict[str, LinearWeight] = field(default_factory=dict)
+    linears: MutableMapping[str, LinearWeight] = field(default_factory=dict[str, LinearWeight])
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
     head: HeadWeight | None = None  # None in a reward model
     tensor_parallel: TensorParallel = WHOLE  # which part of each linear these are
@@ -204,8 +205,9 @@ class Linear:
 
         FProp  Y = X W^T       DGrad  dX = dY W       WGrad  dW += dY^T X
 
-    A bias is a master of the linear, but the reader of Y adds it (``QkvTransform``).  With ``lora``
-    the matrix is frozen: it has no gradient, and an adapter where it has a target.
+    A bias is a master of the linear, but the reader of Y adds it (``QkvTransform``), unless it
+    ``adds_bias`` itself.  With ``lora`` the matrix is frozen: it has no gradient, and an adapter
+    where it has a target.
     """
 
     path: str
@@ -213,6 +215,7 @@ class Linear:
     checkpoint_path: str  # the checkpoint's module that contains its matrices
     has_bias: bool = False
     lora: Lora | None = None
+    adds_bias: bool = False
     adapter: Adapter | None = field(init=False, default=None)
     """The linear's adapter; None where no matrix is a target."""
 
@@ -269,6 +272,9 @@ class Linear:
         if self.adapter is not None:
             assert isinstance(x.saved, torch.Tensor), "an adapter reads its input in BF16"
             low = self.adapter.add(weights, x.saved, observe(y, self.path, "base"), save)
+        bias = weights.linears[self.path].bias
+        if bias is not None and self.adds_bias:
+            y.add_(bias)  # in FP32, rounded once
         return observe(y, self.path), low
 
     def saved(self, weights: Weights, x: Operand | None) -> SavedInput:
@@ -308,6 +314,8 @@ class Linear:
         those of the adapter.
         """
         if isinstance(dy, torch.Tensor):
+            if self.has_bias and self.adds_bias and self.lora is None:
+                gradient(f"{self.path}.bias").add_(dy.float().sum(0))
             dy = weights.backend.output_gradient(dy, weights.linears[self.path].site)
         if self.lora is None:
             assert saved.x is not None, "the forward has saved"

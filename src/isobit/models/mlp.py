@@ -3,7 +3,8 @@
     h = h + x     b = norm(h)     x = down_proj(silu(gate) * up),   (gate, up) = gate_up_proj(b)
                                   x = sum over a token's k experts e of w_e MLP_e(b)
 
-GELU may stand for silu (``Traits.gate``), and norms behind the MLP (``UnitNorms``).
+Another function may stand for silu (``Traits.gate``), norms behind the MLP (``UnitNorms``); and
+the router and the experts may have biases.
 
 The router, a matrix [E, C], chooses each token's experts and their weights in FP32; it is never
 quantised. Gate and up of all experts are one master [E 2 I, C], down another [E C, I], expert after
@@ -279,15 +280,18 @@ class MixtureOfExperts:
         self._norm = norms.front
         checkpoint = f"model.{path}.{names.block}"
         self.router = f"{path}.router"
-        self._router_name = f"{checkpoint}.gate.weight"
+        self._router_name = f"{checkpoint}.{names.router}"
+        self._gate: Gate = FAMILIES[config.family].gate
+        self._has_biases, self._is_frozen = config.has_biases, config.lora is not None
         every = [f"experts.{index}" for index in range(experts.count)]
         gate_up = {f"{one}.{half}": width for one in every for half in (names.gate, names.up)}
         down = {f"{one}.{names.down}": hidden for one in every}
-        self._gate_up = Linear(
-            f"{path}.experts.gate_up_proj", LinearShape(gate_up, hidden, experts.count), checkpoint
-        )
-        self._down = Linear(
-            f"{path}.experts.down_proj", LinearShape(down, width, experts.count), checkpoint
+        self._gate_up, self._down = (
+            Linear(f"{path}.experts.{name}", shape, checkpoint, self._has_biases)
+            for name, shape in (
+                ("gate_up_proj", LinearShape(gate_up, hidden, experts.count)),
+                ("down_proj", LinearShape(down, width, experts.count)),
+            )
         )
 
     def sites(self) -> tuple[SiteShape, ...]:
@@ -296,10 +300,14 @@ class MixtureOfExperts:
 
     def masters(self) -> dict[str, Master]:
         count = self._experts.count
-        router = Master((count, self._hidden), {self._router_name: count})
+        router = {
+            f"{self.router}.{kind}": Master(shape, {f"{self._router_name}.{kind}": count})
+            for kind, shape in (("weight", (count, self._hidden)), ("bias", (count,)))
+            if kind == "weight" or self._has_biases
+        }
         return {
             **self._norm.masters(),
-            f"{self.router}.weight": router,
+            **router,
             **self._gate_up.masters(),
             **self._down.masters(),
         }
@@ -309,7 +317,7 @@ class MixtureOfExperts:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         h, norm, b = self._norm.keeping(weights, h, x)
         routing = self._route(weights, norm, b, routes)
-        x = weights.backend.experts(b.read, routing, *self._linears(weights))
+        x = weights.backend.experts(b.read, routing, *self._linears(weights), self._gate)
         return h, observe(x, f"layers.{self._layer}.experts")
 
     def saving_forward(
@@ -318,7 +326,8 @@ class MixtureOfExperts:
         h, norm, b = self._norm.keeping(weights, h, x)
         routing = self._route(weights, norm, b, routes)
         read = LinearInput(b.read, norm)
-        x, saved = weights.backend.experts_saving(read, routing, *self._linears(weights))
+        linears = self._linears(weights)
+        x, saved = weights.backend.experts_saving(read, routing, *linears, self._gate)
         observe(x, f"layers.{self._layer}.experts")
         return h, x, SavedMixture(h, norm, routing, saved)
 
@@ -333,12 +342,14 @@ class MixtureOfExperts:
         d: torch.Tensor,
         routes: Routes | None,
     ) -> torch.Tensor:
-        router = f"{self.router}.weight"
-        gradients = ExpertGradients(
-            gradient(f"{self._gate_up.path}.weight"), gradient(f"{self._down.path}.weight")
-        )
+        router, paths = f"{self.router}.weight", (self._gate_up.path, self._down.path)
+        gradients = None
+        if not self._is_frozen:
+            kinds = ("weight", "bias") if self._has_biases else ("weight",)
+            gradients = ExpertGradients(*(gradient(f"{p}.{kind}") for kind in kinds for p in paths))
+        has_bias = self._has_biases and not self._is_frozen
         d_b, d_weights = weights.backend.experts_backward(
-            d, saved.experts, saved.routing, *self._linears(weights), gradients
+            d, saved.experts, saved.routing, *self._linears(weights), gradients, self._gate
         )
         d_b += weights.backend.route_backward(
             d_weights,
@@ -347,7 +358,8 @@ class MixtureOfExperts:
             weights.plain[router],
             self._experts.renormalise,
             None if routes is None else routes.loss_to_learn,
-            gradient(router),
+            None if self._is_frozen else gradient(router),
+            gradient(f"{self.router}.bias") if has_bias else None,
         )
         return self._norm.backward(weights, gradient, d_b, saved.h, d)
 
@@ -382,7 +394,8 @@ class MixtureOfExperts:
     ) -> Routing:
         top_k, renormalise = self._experts.top_k, self._experts.renormalise
         router = weights.plain[f"{self.router}.weight"]
-        routing = weights.backend.route(norm, router, top_k, renormalise)
+        bias = weights.plain[f"{self.router}.bias"] if self._has_biases else None
+        routing = weights.backend.route(norm, router, top_k, renormalise, bias)
         observe(routing.logits, self.router, "logits")
         observe(routing.experts, self.router, "experts")
         observe(routing.weights, self.router, "weights")

@@ -13,7 +13,7 @@ if it is not tied, and ``value_head.weight`` or ``score.weight``. Norms behind b
 ``layers.N.{attention_output_norm, mlp_output_norm}.weight``.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -27,6 +27,8 @@ from isobit.models.decoder import build_decoder, master_shapes
 from isobit.models.layers import Weights
 from isobit.models.master_values import MasterValues, ScaleConversion
 from isobit.models.published import PublishedChange, PublishedWeights
+from isobit.models.slices import Slices
+from isobit.models.tensor_parallel import TensorParallel
 from isobit.parallel.gradient_sum import (
     ONE_SLOT,
     ExchangedSum,
@@ -57,12 +59,14 @@ class Policy:
         trainable: bool = True,
         world: World = ALONE,
         slots: Slots = ONE_SLOT,
+        sharing: World = ALONE,
     ) -> None:
         """``masters``, whole, in the order of the forward, the same on every rank of ``world``.
         Those of a mapping are copied. Pairs are taken over one by one, so they need not fit the
         memory together: FP32 values on the device become the master itself, and a folder's FP8
         matrix is used unchanged if the flow has the form of its scales
-        (``isobit.models.master_values``). ``slots`` are those of an update.
+        (``isobit.models.master_values``). ``slots`` are those of an update. Of the ranks
+        ``sharing`` an engine each publishes its rows of the matrices (``isobit.models.slices``).
         """
         self.config = config
         self.decoder = build_decoder(config)
@@ -81,6 +85,8 @@ class Policy:
         """Of the masters that learn."""
         self.ownership = self.decoder.ownership(world.size, slots.hosts)
         self._published = PublishedWeights(config, self.flow, self.backend)
+        if sharing.size > 1:
+            self._published.slice(TensorParallel.of(config, sharing))
         kept = self.shapes if trainable else {}
         for name, master in self._published.take_all(masters, kept):
             if name in kept and master is not None:
@@ -97,6 +103,12 @@ class Policy:
     @property
     def conversion(self) -> ScaleConversion:
         return self._published.conversion
+
+    @property
+    def slices(self) -> Slices:
+        """The rows of its matrices that this rank has, of those that ranks share."""
+        assert self._published.slices is not None, "the matrices are whole"
+        return self._published.slices
 
     @property
     def kv_scales(self) -> KvScales | None:
@@ -134,11 +146,10 @@ class Policy:
         if (joined := self.joined) is not None:
             numbers = sum(self.masters[name].numel() for name in joined.places)
             self.change.add(joined.publish(), numbers)
-        for name, master in self.masters.items():
-            rows = self.rows(name)
-            if rows.start < rows.stop and (joined is None or name not in joined.places):
-                self._published.republish(name, master, rows.start, rows.stop, self.change)
-        self._published.gather(self.world, self.ownership.cuts, self.ownership.places)
+        for names in self._published.layers():
+            self._publish([name for name in names if name in self.masters])
+        if self._published.slices is not None:
+            self._published.slices.meet()
         if self.config.lora is not None:
             check_delivered(self)
         if (scales := self.kv_scales) is not None:
@@ -149,6 +160,16 @@ class Policy:
         if self.world.size > 1:
             self.compare(self.world)
 
+    def _publish(self, names: Sequence[str]) -> None:
+        """Publish the rows that this rank owns of some masters, and take those of others."""
+        for name in names:
+            rows = self.rows(name)
+            if rows.start < rows.stop and (self.joined is None or name not in self.joined.places):
+                master = self.masters[name]
+                self._published.republish(name, master, rows.start, rows.stop, self.change)
+        cuts = {name: self.ownership.cuts[name] for name in names}
+        self._published.gather(self.world, cuts, self.ownership.places)
+
     @torch.no_grad()
     def republish(
         self, masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]]
@@ -157,6 +178,7 @@ class Policy:
         trainable and alone in its world. A mapping holds a policy's masters of this flow; pairs are
         a folder's, in the order of the forward, in FP32.
         """
+        assert self._published.slices is None, "ranks that share rows publish them together"
         self.change, self._published.reads_folder = PublishedChange(self.world), False
         if isinstance(masters, Mapping):
             pairs: Iterator[tuple[str, MasterValues]] = (
@@ -271,12 +293,14 @@ def random_policy(
     trainable: bool = True,
     world: World = ALONE,
     slots: Slots = ONE_SLOT,
+    sharing: World = ALONE,
 ) -> Policy:
     """Masters as transformers draws them: matrices N(0, 0.02), norms as 1; biases and values 0.
     Adapters as PEFT does.
     """
     masters = drawn_adapters(random_masters(config, seed, device), config, seed)
-    return Policy(config, named_precision(precision), masters, device, trainable, world, slots)
+    named = named_precision(precision)
+    return Policy(config, named, masters, device, trainable, world, slots, sharing)
 
 
 def random_masters(

@@ -1,9 +1,10 @@
 """One rank's share of a policy that several ranks sample from together
 (``isobit.models.tensor_parallel``).
 
-Masters arrive whole and one by one, are published as a ``Policy`` publishes them, and cut, so that
-the bytes are rows of the whole policy's and no rank ever holds more than its share and one master.
-A share only samples: it has no masters and no backward.
+A share only samples: it has no masters and no backward. Its bytes are rows of the whole policy's.
+For a ``PolicyShare`` masters arrive whole and one by one, are published as a ``Policy`` publishes
+them, and cut, so that no rank ever holds more than its share and one master. A ``PublishedShare``
+reads the slices of a policy that also trains (``isobit.models.slices``).
 """
 
 from collections.abc import Iterator
@@ -15,9 +16,10 @@ from isobit.config.precision import PrecisionConfig
 from isobit.kernels.backend import backend_of
 from isobit.models.adapters import Adapted
 from isobit.models.config import ModelConfig
-from isobit.models.decoder import build_decoder
+from isobit.models.decoder import Head, build_decoder
 from isobit.models.layers import Master, Weights
 from isobit.models.master_values import MasterValues
+from isobit.models.policy import Policy
 from isobit.models.published import PublishedWeights
 from isobit.models.tensor_parallel import TensorParallel
 from isobit.parallel.world import World
@@ -56,31 +58,76 @@ class PolicyShare:
         self._weights.tensor_parallel = self.tensor_parallel
         described = self.decoder.masters()
         for name, _ in published.take_all(masters, ()):
-            self._keep_share(name, described[name])
-        # what connections between GPUs take is there before a cache takes what is left
-        world.all_gather_stack(torch.zeros(1, device=self.device, dtype=torch.float32))
+            _keep_share(self._weights, name, described[name], self.decoder.lm_head)
+        _connect(world, self.device)
+
+    def weights(self, side: Side) -> Weights:
+        assert side == SIDE, "a share of a policy only samples"
+        return self._weights
+
+
+class PublishedShare:
+    """This rank's rows of what a policy has published, for an engine that ranks share."""
+
+    def __init__(self, whole: Policy) -> None:
+        """``whole`` has slices, and the same of it is published on all ranks."""
+        self.whole = whole
+        self.config, self.decoder, self.flow = whole.config, whole.decoder, whole.flow
+        self.device, self.backend = whole.device, whole.backend
+        self.adapters: dict[str, Adapted] = {}
+        self.version = 0
+        """Of the policy when lm_head was cut; 0 while it is not."""
+        self._weights = replace(
+            whole.weights(SIDE), tensor_parallel=whole.slices.split, linears={}, plain={}, head=None
+        )
+        _connect(whole.slices.split.world, self.device)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether all is there, as it was published last."""
+        return self.version == self.whole.version
 
     def weights(self, side: Side) -> Weights:
         assert side == SIDE, "a share of a policy only samples"
         return self._weights
 
     @torch.no_grad()
-    def _keep_share(self, name: str, master: Master) -> None:
-        """Replace what was just published of a master by this rank's rows of it."""
-        linears = self._weights.linears
-        plain = self._weights.plain
-        path = name.rpartition(".")[0]
-        parts = {part.split(".")[-2]: rows for part, rows in master.parts.items()}
-        if master.kind == "matrix":
-            linears[path] = replace(
-                linears[path], matrix=self.tensor_parallel.rows(linears[path].matrix, parts)
-            )
-        elif master.kind == "bias":
-            bias = linears[path].bias
-            assert bias is not None
-            linears[path] = replace(linears[path], bias=self.tensor_parallel.rows(bias, parts))
-        elif name == self.decoder.lm_head.master:
-            mine = self.tensor_parallel.mine(self.tensor_parallel.vocabulary)
-            self._weights.head = self._weights.lm_head.map(lambda tensor: tensor[mine].clone())
-            if not self.decoder.lm_head.tied:
-                del plain[name]
+    def cut(self) -> None:
+        """Read the slices, and copies of the rows of biases and of lm_head."""
+        own, whole, head = self._weights, self.whole.weights(SIDE), self.decoder.lm_head
+        own.linears, own.plain = self.whole.slices.own(SIDE), dict(whole.plain)
+        _take_head(own, whole, head)
+        self.version = self.whole.version
+
+    def drop(self) -> None:
+        """Give the memory of the copies back."""
+        self._weights.linears, self._weights.plain, self._weights.head = {}, {}, None
+        self.version = 0
+
+
+@torch.no_grad()
+def _keep_share(weights: Weights, name: str, master: Master, head: Head) -> None:
+    """Replace what was just published of a master by this rank's rows of it."""
+    linears, split, path = weights.linears, weights.tensor_parallel, name.rpartition(".")[0]
+    parts = {part.split(".")[-2]: rows for part, rows in master.parts.items()}
+    if master.kind == "matrix":
+        linears[path] = replace(linears[path], matrix=split.rows(linears[path].matrix, parts))
+    elif master.kind == "bias":
+        bias = linears[path].bias
+        assert bias is not None
+        linears[path] = replace(linears[path], bias=split.rows(bias, parts))
+    elif name == head.master:
+        _take_head(weights, weights, head)
+
+
+def _take_head(own: Weights, whole: Weights, head: Head) -> None:
+    """Let ``own`` have copies of this rank's rows of the lm_head of ``whole``, perhaps itself."""
+    mine = own.tensor_parallel.mine(own.tensor_parallel.vocabulary)
+    own.head = whole.lm_head.map(lambda tensor: tensor[mine].clone())
+    if not head.tied:
+        del own.plain[head.master]
+
+
+def _connect(world: World, device: torch.device) -> None:
+    """What connections between GPUs take is there before a cache takes what is left."""
+    world.all_gather_stack(torch.zeros(1, device=device, dtype=torch.float32))

@@ -19,7 +19,9 @@ from isobit.models.layers import Weights
 from isobit.models.master_values import MasterValues, ScaleConversion, is_taken, master_of
 from isobit.models.outliers import about_folded, fold_norms, norm_offset
 from isobit.models.rope import LongRopeScaling
-from isobit.models.safetensors import checksum_of
+from isobit.models.safetensors import Slice, added_up, checksum
+from isobit.models.slices import Slices
+from isobit.models.tensor_parallel import TensorParallel
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import PrecisionFlow, Site
 from isobit.precision.kv_scales import KvScales
@@ -89,6 +91,23 @@ class PublishedWeights:
         self._flow = flow
         self._backend = backend
         self._described = decoder.masters()
+        self.slices: Slices | None = None
+
+    def slice(self, split: TensorParallel) -> None:
+        """Keep, of all matrices that are published from now on, this rank's rows (``Slices``)."""
+        self.slices = Slices(split, self._described, self.sides)
+
+    def layers(self) -> list[list[str]]:
+        """The names of the masters that are published together: those of a layer, where matrices
+        are whole one layer at a time, or all.
+        """
+        if self.slices is None:
+            return [list(self._described)]
+        by_layer: dict[str, list[str]] = {}
+        for name in self._described:
+            layer = name.split(".")[1] if name.startswith("layers.") else ""
+            by_layer.setdefault(layer, []).append(name)
+        return list(by_layer.values())
 
     def take_all(
         self,
@@ -110,6 +129,8 @@ class PublishedWeights:
                 copy, device = isinstance(masters, Mapping), self._backend.device
                 master = values.to(device, torch.float32, copy=copy)
                 self.publish(name, master.detach())
+            if self.slices is not None and self._described[name].kind == "matrix":
+                self.slices.keep(name.rpartition(".")[0])
             yield name, master
         scaling = self._config.rope_scaling
         if isinstance(scaling, LongRopeScaling) and (
@@ -121,6 +142,8 @@ class PublishedWeights:
         if folded:
             say(about_folded(folded))
         assert names == list(self._described), "masters do not fit the configuration"
+        if self.slices is not None:
+            self.slices.share()
 
     def folded(
         self, masters: Iterable[tuple[str, MasterValues]], note: Callable[[int], None]
@@ -206,6 +229,8 @@ class PublishedWeights:
         if world.size > 1:
             pairs = list(self._tensors(cuts))
             world.all_gather_rows([tensor for tensor, _ in pairs], [at for _, at in pairs], places)
+        if self.slices is not None:
+            self.slices.store({name.rpartition(".")[0] for name in cuts})
         if not self._decoder.has_adapters:  # with them it stays
             self._derive_head()
 
@@ -214,8 +239,13 @@ class PublishedWeights:
         for those of some masters.
         """
         names = [name for name in self._described if name not in without]
-        tensors = self._tensors(dict.fromkeys(names, (0,)))
-        return checksum_of({str(place): tensor for place, (tensor, _) in enumerate(tensors)})
+        tensors = enumerate(self._tensors(dict.fromkeys(names, (0,))))
+        rows = ((str(place), Slice.whole(tensor)) for place, (tensor, _) in tensors)
+        if self.slices is None:
+            return checksum(rows)
+        found = added_up(checksum([one]) for one in rows)  # one layer at a time
+        self.slices.forget()
+        return found
 
     def _tensors(
         self, cuts: Mapping[str, Sequence[int]]

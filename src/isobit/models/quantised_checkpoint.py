@@ -31,6 +31,8 @@ Read from vLLM 0.25.1 (``quantization/compressed_tensors``, ``csrc/quantization/
 compressed-tensors 0.17: H is Sylvester's, of a power of two of rows up to 2^15, and divided by
 sqrt(n). vLLM multiplies by it in BF16, on one GPU, in front of linears of which it asserts that
 they have no bias. In front of experts it would leave H out in silence.
+
+**MXFP4** is read for gpt-oss's experts alone (``isobit.models.stacked``).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -91,6 +93,11 @@ class Int8Format(Fp8Format):
     source: str
 
 
+@dataclass(frozen=True, slots=True)
+class Mxfp4Format(Fp8Format):
+    """Stacked experts in MXFP4, which are dequantised (``isobit.models.stacked``)."""
+
+
 def read_quantisation(config: Mapping[str, Any], source: str) -> Fp8Format | None:
     """A config.json's ``quantization_config``, or None. Raises ModelError for other formats."""
     quantisation = config.get("quantization_config")
@@ -102,7 +109,8 @@ def read_quantisation(config: Mapping[str, Any], source: str) -> Fp8Format | Non
         )
     if quantisation.get("quant_method") == "compressed-tensors":
         return Int8Format(_modules(quantisation, ("ignore",), source), quantisation, source)
-    for key, expected in _WANTED.items():
+    is_mxfp4 = quantisation.get("quant_method") == "mxfp4"
+    for key, expected in ({} if is_mxfp4 else _WANTED).items():
         if quantisation.get(key, expected if key in _BY_DEFAULT else None) != expected:
             raise ModelError(
                 f"{source}: quantization_config has {key} = "
@@ -110,13 +118,14 @@ def read_quantisation(config: Mapping[str, Any], source: str) -> Fp8Format | Non
                 f"{expected!r}: E4M3 in blocks of 128 x 128, or no quantisation"
             )
     for key, value in quantisation.items():
-        known = key in _WANTED or key in _LISTS
+        known = key == "quant_method" or key in _LISTS or (key in _WANTED and not is_mxfp4)
         if not known and value not in _HARMLESS.get(key, (None,)):
             raise ModelError(
                 f"{source}: quantization_config has {shown(key)} = {shown(repr(value))}, which is "
                 "not supported"
             )
-    return Fp8Format(_modules(quantisation, _LISTS, source))
+    kept = _modules(quantisation, _LISTS, source)
+    return Mxfp4Format(kept) if is_mxfp4 else Fp8Format(kept)
 
 
 def _modules(quantisation: Mapping[str, Any], keys: Sequence[str], source: str) -> tuple[str, ...]:

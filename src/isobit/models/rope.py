@@ -186,6 +186,8 @@ def read_rope(fields: ConfigFields, traits: Traits, max_positions: int, head_dim
     ModelError for what the decoder does not compute.
     """
     keys = ("rope_parameters", "rope_scaling")
+    if traits.default_rope and not any(map(fields.has, keys)):
+        fields = fields.filled({keys[0]: traits.default_rope})
     given = [table for table in map(fields.table, keys) if table is not None]
     tables = [_of_full_layers(table, fields, traits, head_dim) for table in given]
     read = [_read_table(table, fields, traits, max_positions, head_dim) for table in tables]
@@ -234,7 +236,7 @@ def rope_json(rope: Rope, window_theta: float | None, traits: Traits) -> dict[st
     if isinstance(scaling, LongRopeScaling):  # Phi-3 reads it here alone
         older["original_max_position_embeddings"] = scaling.original_max_position_embeddings
     parameters = kind | {"rope_theta": theta} | turned
-    if traits.windows == "layer types":
+    if traits.has_two_ropes:
         local = window_theta or theta
         plain = {"rope_type": "default", "rope_theta": local}
         parameters = {"full_attention": parameters, "sliding_attention": plain}
@@ -252,7 +254,7 @@ def _of_full_layers(
     table: ConfigFields, fields: ConfigFields, traits: Traits, head_dim: int
 ) -> ConfigFields:
     """Of two tables that of layers without a window; the other scales nothing."""
-    full = table.table("full_attention") if traits.windows == "layer types" else None
+    full = table.table("full_attention") if traits.has_two_ropes else None
     if full is None:
         if traits.default_window_theta is not None and table.within.endswith("rope_parameters."):
             raise fields.refusal("rope_parameters", "expected full_attention in it")

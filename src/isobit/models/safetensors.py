@@ -299,6 +299,10 @@ class CheckpointTensor:
         return self.file.stored[self.name].shape
 
     @property
+    def num_bytes(self) -> int:
+        return self.file.stored[self.name].end - self.file.stored[self.name].begin
+
+    @property
     def mapped(self) -> torch.Tensor:
         """Its bytes in the file, read when they are accessed."""
         return self.file[self.name]

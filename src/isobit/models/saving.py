@@ -51,6 +51,7 @@ from isobit.models.safetensors import (
     write_order,
     write_shards,
 )
+from isobit.models.stacked import stacked_layout, stacks
 from isobit.precision.flow import PrecisionFlow, Site
 from isobit.precision.quant_tensor import (
     BLOCK,
@@ -136,14 +137,14 @@ def bf16_contents(config: ModelConfig, tensors: Tensors) -> Contents:
     layout = {
         name: _meta(shape, torch.bfloat16) for name, shape in checkpoint_shapes(config).items()
     }
-    return Contents(layout, lambda name: tensors.tensor(name).bfloat16())
+    return Contents(*stacked_layout(config, layout, lambda name: tensors.tensor(name).bfloat16()))
 
 
 def fp8_contents(config: ModelConfig, flow: PrecisionFlow, tensors: Tensors) -> Contents:
     """The matrices that the flow's rollout has in E4M3, quantised from the tensors' numbers, and
     the rest in BF16. Raises ConfigError for a flow without E4M3 matrices.
     """
-    sites = quantised_sites(config, flow)
+    sites = _sites_to_write(config, flow)
     if any(site.forward == "int8" for site in sites.values()):
         raise ConfigError(
             f"the flow {flow.name} samples with matrices in INT8; export with --format int8 for "
@@ -183,7 +184,8 @@ def _in_fp8(
 ) -> Contents:
     whole = whole_blocks(config, matrices)
     layout: dict[str, torch.Tensor] = {}
-    for name, tensor in bf16_contents(config, tensors).layout.items():
+    others = bf16_contents(config, tensors)
+    for name, tensor in others.layout.items():
         if name not in whole:
             layout[name] = tensor
             continue
@@ -195,7 +197,7 @@ def _in_fp8(
     def value(name: str) -> torch.Tensor:
         matrix = name.removesuffix(SCALES_SUFFIX)
         if matrix not in matrices:
-            return tensors.tensor(name).bfloat16()
+            return others.value(name)
         quantised = published(matrix)
         if matrix not in whole:
             return dequantise(quantised).bfloat16()
@@ -214,9 +216,8 @@ def int8_contents(
     does that reads a folder; a run's masters have been. Raises ConfigError for a flow without INT8
     matrices, and for a model that vLLM does not take.
     """
-    sites = {
-        name: site for name, site in quantised_sites(config, flow).items() if site.forward == "int8"
-    }
+    of_flow = _sites_to_write(config, flow)
+    sites = {name: site for name, site in of_flow.items() if site.forward == "int8"}
     if not sites:
         raise ConfigError(
             f"the flow {flow.name} samples with no matrix in INT8, so there is nothing to write "
@@ -276,6 +277,16 @@ def _folded(
         return factor if factor.ndim == 1 else values.float() * factor
 
     return numbers
+
+
+def _sites_to_write(config: ModelConfig, flow: PrecisionFlow) -> dict[str, Site]:
+    """``quantised_sites``. Raises ConfigError for a model that no loader reads in 8 bits."""
+    if config.stacks_experts:
+        raise ConfigError(
+            f"the experts of a {config.family} model are one tensor a layer, which no loader reads "
+            "in 8 bits; export with --format bf16"
+        )
+    return quantised_sites(config, flow)
 
 
 def quantised_sites(config: ModelConfig, flow: PrecisionFlow) -> dict[str, Site]:
@@ -394,7 +405,7 @@ class PolicyTensors:
         self._policy, self._described = policy, policy.decoder.masters()
         self._masters = {
             part: name for name, described in self._described.items() for part in described.parts
-        }
+        } | {stack.name: stack.master for stack in stacks(policy.config)}
         self._held: dict[str, dict[str, torch.Tensor]] = {}
         self._gathered: set[str] = set()
 

@@ -140,12 +140,14 @@ class SharedAttention:
         return attended.output.flatten(1), attended
 
     def backward(
-        self, attended: Attended, d_output: torch.Tensor
+        self, attended: Attended, d_output: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradient of [U, H D] -> dq [U, H, D], dk and dv [U, G, D]."""
+        """The gradient of [U, H D] -> dq [U, H, D], dk and dv [U, G, D]; and of the sinks, which a
+        row has once.
+        """
         shared = self._shared
         first, row_of = shared.sum.first, shared.row_of
         d_tokens = d_output.new_zeros((len(row_of), d_output.shape[1]))
         d_tokens.index_copy_(0, first, d_output)
-        dq, dk, dv = self._tokens.backward(attended.rows(row_of), d_tokens)
+        dq, dk, dv = self._tokens.backward(attended.rows(row_of), d_tokens, sinks)
         return shared.first(dq), shared.sum(dk), shared.sum(dv)

@@ -78,6 +78,20 @@ def _sizes(cuts: Cuts) -> list[int]:
     return [last - first for first, last in pairwise(cuts)]
 
 
+def _interleaved(shares: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Rows of several matrices that lie behind each other in every share: those of the first matrix
+    from all ranks, which have ``sizes[0]`` of them, then those of the second ..
+    """
+    split = [
+        share.view(torch.uint8 if share.itemsize == 1 else share.dtype).split(
+            [of_matrix[rank] for of_matrix in sizes]
+        )
+        for rank, share in enumerate(shares)
+    ]
+    whole = torch.cat([of_rank[place] for place in range(len(sizes)) for of_rank in split])
+    return whole.view(shares[0].dtype)
+
+
 def _padded(share: torch.Tensor, width: int) -> torch.Tensor:
     missing = width - share.shape[1]
     return F.pad(share, (0, missing)) if missing else share
@@ -114,8 +128,7 @@ class TensorParallel:
     @classmethod
     def of(cls, config: ModelConfig, world: World) -> "TensorParallel":
         """Raises ConfigError for a decoder that cannot be cut for the ranks of ``world``."""
-        if world.size > 1:
-            _check(config, world.size)
+        check_cut(config, world.size)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         return cls(
             world,
@@ -138,12 +151,8 @@ class TensorParallel:
         if self.size == 1:
             return config
         mine = self.mine(self.width)
-        return replace(
-            config,
-            num_heads=config.num_heads // self.size,
-            num_kv_heads=config.num_kv_heads // self.size,
-            intermediate_size=mine.stop - mine.start,
-        )
+        own = with_heads_of_a_rank(config, self.size)
+        return replace(own, intermediate_size=mine.stop - mine.start)
 
     def rows(self, matrix: Operand, parts: Mapping[str, int]) -> Operand:
         """This rank's rows of a published matrix or bias that fuses ``parts`` (rows by the
@@ -164,6 +173,33 @@ class TensorParallel:
         assert isinstance(matrix, QuantTensor), "a weight is in blocks"
         split = zip(parts_of(matrix), mine, strict=True)
         return _fused([_rows_of(part, rows) for part, slices in split for rows in slices])
+
+    def joined_rows(
+        self, shares: Sequence[Sequence[torch.Tensor]], parts: Mapping[str, int]
+    ) -> list[torch.Tensor]:
+        """Undo ``rows``: the values, and the scales if there are any, of a matrix that fuses
+        ``parts``, from those of every rank's rows; new tensors.
+        """
+        cuts = [cuts for name in parts for cuts in self._by_part[name]]
+        sizes, kinds = [_sizes(one) for one in cuts], list(zip(*shares, strict=True))
+        joined = [_interleaved(kinds[0], sizes)]
+        if len(kinds) > 1:
+            is_a_row = kinds[1][0].dim() == 1
+            blocks = self._joined_blocks
+            joined.append(_interleaved(kinds[1], sizes) if is_a_row else blocks(kinds[1], cuts))
+        return joined
+
+    def _joined_blocks(self, shares: Sequence[torch.Tensor], cuts: Sequence[Cuts]) -> torch.Tensor:
+        """Rows of scales of blocks; a block that is cut is in two shares."""
+        kept: list[list[torch.Tensor]] = [[] for _ in cuts]
+        for rank, share in enumerate(shares):
+            at = 0
+            for place, of_part in enumerate(cuts):
+                first, last = of_part[rank], of_part[rank + 1]
+                blocks = num_blocks(last) - first // BLOCK
+                kept[place].append(share[at + (first % BLOCK > 0) : at + blocks])
+                at += blocks
+        return torch.cat([one for of_part in kept for one in of_part])
 
     def _slices(self, matrices: Sequence[Cuts]) -> list[slice]:
         """This rank's rows of matrices that lie behind each other."""
@@ -206,7 +242,27 @@ def check_ranks(rollout_tp: int, world: World) -> None:
         )
 
 
-def _check(config: ModelConfig, ranks: int) -> None:
+def check_shared_by(processes: int, rollout_tp: int) -> None:
+    """Raises ConfigError for a run whose processes do not share engines by ``rollout_tp``."""
+    if processes % rollout_tp:
+        started = "1 process" if processes == 1 else f"{processes} processes"
+        raise ConfigError(
+            f"cluster.rollout_tp is {rollout_tp}, but the run has {started}, which do not share "
+            f"engines by {rollout_tp}; start a multiple of {rollout_tp} (--cluster.processes N), "
+            "or set cluster.rollout_tp = 1: the bytes are the same"
+        )
+
+
+def with_heads_of_a_rank(config: ModelConfig, ranks: int) -> ModelConfig:
+    """The configuration with the heads of one of so many ranks, for the pages of a KV cache."""
+    heads, kv_heads = config.num_heads // ranks, config.num_kv_heads // ranks
+    return replace(config, num_heads=heads, num_kv_heads=kv_heads)
+
+
+def check_cut(config: ModelConfig, ranks: int) -> None:
+    """Refuse a decoder that cannot be cut for so many ranks. Raises ConfigError."""
+    if ranks == 1:
+        return
     if config.experts is not None:
         raise ConfigError(
             f"cluster.rollout_tp = {ranks}, but the model is a mixture of {config.experts.count} "
@@ -225,6 +281,9 @@ def _check(config: ModelConfig, ranks: int) -> None:
             f"cluster.rollout_tp = {ranks}, but the model's {heads} KV heads are not shared evenly "
             f"by so many ranks; take {', '.join(fitting)}"
         )
+    _in_blocks("intermediate_size", config.intermediate_size, ranks, BLOCK)
+    _in_blocks("hidden_size", config.hidden_size, ranks)
+    _in_blocks("vocab_size", config.num_drawn, ranks)
 
 
 def _even(columns: int, ranks: int) -> Cuts:

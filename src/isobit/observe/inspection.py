@@ -12,8 +12,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
-
 from isobit.config.commands import InspectConfig
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.sizes import Sizes
@@ -26,6 +24,7 @@ from isobit.models.checkpoint import FolderCheckpoint
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape, parameter_count
 from isobit.models.folder import model_needs, read_any_config
+from isobit.models.safetensors import CheckpointTensor
 from isobit.models.saving import Tensors, publish_part, quantised_sites
 from isobit.precision.flow import Graph, PrecisionFlow, Site, build_flow
 from isobit.precision.quant_tensor import (
@@ -364,14 +363,14 @@ def _measure(
 
 def _formats(tensors: FolderCheckpoint) -> tuple[FormatFigures, ...]:
     """Sizes by format, that with most numbers first; scales are counted separately."""
-    found: dict[str, list[torch.Tensor]] = {}
+    found: dict[str, list[CheckpointTensor]] = {}
     for tensor in tensors.tensors.values():
-        found.setdefault(tensor.format, []).append(tensor.mapped)
+        found.setdefault(tensor.format, []).append(tensor)
     for scales in tensors.scales.values():
-        found.setdefault(f"{scales.format} scales", []).append(scales.mapped)
+        found.setdefault(f"{scales.format} scales", []).append(scales)
     made = [
         FormatFigures(
-            form, len(each), sum(one.numel() for one in each), sum(one.nbytes for one in each)
+            form, len(each), sum(prod(one.shape) for one in each), sum(x.num_bytes for x in each)
         )
         for form, each in found.items()
     ]

@@ -11,6 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count, pairwise
+from pathlib import Path
+from shutil import disk_usage
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -169,6 +172,34 @@ class Processes:
                 )
         return PostedExchanges(self.exchange, self.rank, self.size, numbers, device, buffers)
 
+    def shared(self, size: int, device: torch.device) -> list[torch.Tensor]:
+        if device.type != "cuda":
+            return self._shared_host_memory(max(1, size))
+        try:
+            memory, problem = self._shared_memory(max(1, -(-size // 4)), device), ""
+        except (ImportError, AttributeError, RuntimeError) as error:
+            memory, problem = [], str(error).splitlines()[0]
+        problem = self._first_problem(problem)
+        if problem:
+            raise ConfigError(
+                f"GPUs of {self.host} cannot read each other's memory ({problem}), which processes "
+                "that share an engine do; set cluster.rollout_tp = 1"
+            )
+        return [one.view(torch.uint8)[:size] for one in memory]
+
+    def _shared_host_memory(self, size: int) -> list[torch.Tensor]:
+        """Files without a name, once all have opened them."""
+        with TemporaryDirectory(prefix="isobit-", dir=_memory_folder(size)) as folder:
+            mine = Path(folder) / "rows"
+            with mine.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+            names = self.all_gather(str(mine))
+            memory = [
+                torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name in names
+            ]
+            self.barrier("shared memory")
+        return memory
+
     def _peer_copies(
         self, numbers: int, device: torch.device, buffers: int
     ) -> tuple[PeerCopies | None, str]:
@@ -282,6 +313,14 @@ class _Watched:
     def wait(self) -> None:
         with self._pulse.waiting("exchange"), _peers():
             self._work.wait()
+
+
+def _memory_folder(size: int) -> str | None:
+    """The folder for files that stay in memory; None for that of temporary ones, where it has not
+    the room.
+    """
+    folder = Path("/dev/shm")  # noqa: S108
+    return str(folder) if folder.is_dir() and disk_usage(folder).free > size else None
 
 
 @contextmanager

@@ -126,6 +126,13 @@ class World(Protocol):
         """
         ...
 
+    def shared(self, size: int, device: torch.device) -> list[torch.Tensor]:
+        """``size`` bytes of every rank, which all can read, kept as long as the world: uint8 [size]
+        on ``device``, or of the host. The ranks are on one host. Raises ConfigError on all where
+        they cannot read each other's memory.
+        """
+        ...
+
     def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
         """A series of exchanges of FP32 numbers on ``device``; a rank sends at most ``numbers`` to
         another, and ``buffers`` exchanges may be under way.  GPUs of one host use copy engines.
@@ -197,6 +204,9 @@ class Alone:
     def all_gather_stack(self, mine: torch.Tensor) -> torch.Tensor:
         return mine[None]
 
+    def shared(self, size: int, device: torch.device) -> list[torch.Tensor]:
+        return [torch.empty(size, dtype=torch.uint8, device=device)]
+
     def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
         return NoExchanges()
 
@@ -217,7 +227,8 @@ ALONE = Alone()  # the default world
 
 
 T = TypeVar("T")
-_AGREED = "isobit_agreed"
+E = TypeVar("E", bound=BaseException)
+_AGREED, _ALONE = "isobit_agreed", "isobit_alone"
 
 
 def is_raised_on_all(error: BaseException) -> bool:
@@ -230,6 +241,14 @@ def is_raised_on_all(error: BaseException) -> bool:
 def raised_on_all(error: IsobitError) -> IsobitError:
     """Mark an error that every rank raises by itself, from what all know."""
     setattr(error, _AGREED, True)
+    return error
+
+
+def raised_alone(error: E) -> E:
+    """Mark an error of one rank that others do not come to hear of together, since they wait for it
+    in the middle of something else: the rank ends by itself.
+    """
+    setattr(error, _ALONE, True)
     return error
 
 
@@ -251,6 +270,8 @@ def run_and_gather(world: World, attempt: Callable[[], Any]) -> list[Any]:
     except StoppedAtOnce:
         raise
     except BaseException as raised:  # no rank may wait for this one after any error
+        if getattr(raised, _ALONE, False):
+            raise
         error = raised
     if world.size == 1:
         if error is not None:

@@ -4,7 +4,7 @@ Attention has no independent rows, so what it computes for a packed batch is com
 sequence alone, and with pages that are filled in chunks, as rollout does.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import torch
@@ -40,6 +40,7 @@ class AttentionCase:
     outliers: bool = False
     """Whether some queries and channels are much larger than others, and K has a large bias."""
     num_layers: int = 1
+    sinks: Tensor | None = None
 
     @property
     def flow(self) -> PrecisionFlow:
@@ -57,7 +58,8 @@ class AttentionCase:
         frequencies = 0.1 ** torch.arange(self.head_dim // 2, dtype=torch.float64)
         table = RopeTable.build(frequencies, max(self.lengths))
         heads = self.num_heads, self.num_kv_heads, self.head_dim
-        return QkvTransform(*heads, table.cos, table.sin, 1e-6, None, None, None, self.window)
+        made = QkvTransform(*heads, table.cos, table.sin, 1e-6, None, None, None, self.window)
+        return replace(made, sinks=self.sinks)
 
     def projected(self) -> Tensor:
         """Q, K and V of all tokens, [T, (H + 2 G) D]."""
@@ -134,7 +136,11 @@ class AttentionCase:
             behind = torch.arange(len(q))[:, None] - torch.arange(len(q))
             hidden = (behind < 0) | (behind >= (self.window or len(q)))
             scores = torch.einsum("qhd,khd->hqk", q, k) / self.head_dim**0.5
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if self.sinks is not None:
+                last = self.sinks.to(q.dtype)[:, None, None].expand(-1, len(q), 1)
+                scores = torch.cat([scores, last], -1)
+            weights = scores.softmax(-1)[..., : len(q)]
             outputs.append(torch.einsum("hqk,khd->qhd", weights, v).flatten(1))
         return torch.cat(outputs)
 

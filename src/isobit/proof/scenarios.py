@@ -177,8 +177,8 @@ def engine_scenarios(workload: Workload) -> tuple[Scenario, ...]:
 
 @contextmanager
 def tied_routers(*policies: Policy | PolicyShare) -> Iterator[None]:
-    """A block in which the rows of every published router are equal in groups of one more than a
-    token has experts.
+    """A block in which the rows of every published router are equal, as their biases are, in
+    groups of one more than a token has experts.
     """
     changed: list[tuple[dict[str, torch.Tensor], str, torch.Tensor]] = []
     for policy in policies:
@@ -186,7 +186,7 @@ def tied_routers(*policies: Policy | PolicyShare) -> Iterator[None]:
         size = policy.config.experts.top_k + 1
         sides: Sequence[Side] = SIDES if isinstance(policy, Policy) else ("rollout",)
         for plain in (policy.weights(side).plain for side in sides):
-            for name in [name for name in plain if name.endswith(".router.weight")]:
+            for name in [name for name in plain if ".router." in name]:
                 rows = torch.arange(plain[name].shape[0], device=plain[name].device)
                 changed.append((plain, name, plain[name]))
                 plain[name] = plain[name].detach()[rows - rows % size].contiguous()

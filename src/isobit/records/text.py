@@ -18,8 +18,10 @@ CUT: tuple[FinishReason, ...] = ("length", "turns", "time", "failed")
 """The reasons that end a completion before its model has ended it."""
 
 
-THINK = re.compile(r"<think(?:ing)?>|\[THINK\]")
-THOUGHT = re.compile(r"</think(?:ing)?>|\[/THINK\]")
+HARMONY = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+"""The channels of gpt-oss that its thinking and its answer stand in, one after the other."""
+THINK = re.compile(rf"<think(?:ing)?>|\[THINK\]|{re.escape(HARMONY[0])}")
+THOUGHT = re.compile(rf"</think(?:ing)?>|\[/THINK\]|{re.escape(HARMONY[1])}")
 """``THINK`` and ``THOUGHT`` match the beginning and the end of a model's thinking, which is neither
 graded nor searched for calls.
 """
@@ -27,7 +29,7 @@ graded nor searched for calls.
 
 def ends_in_thinking(prompt: str) -> bool:
     """Whether the chat template has begun the thinking at the end of the prompt."""
-    last = prompt[-20:].rstrip()
+    last = prompt[-40:].rstrip()
     return any(tag.end() == len(last) for tag in THINK.finditer(last))
 
 

@@ -22,9 +22,10 @@ would have drawn.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from isobit.models.function import LogProbFunction
+from isobit.parallel.world import World
 from isobit.records.text import Completion
 from isobit.rollout.engine_stats import EngineStats, Progress
 from isobit.rollout.requests import Handle, Request
@@ -66,8 +67,29 @@ def parted(
     return of_handles, others
 
 
+T = TypeVar("T")
+
+
+class Sharing(Protocol):
+    """The ranks of one engine (``isobit.rollout.shared_engine``)."""
+
+    peers: World
+    """The ranks at this one's place in all engines."""
+
+    def led(self, lead: Callable[[], T], others: Callable[[], T]) -> T:
+        """What ``lead`` returns on the first rank, which uses the engine in it, and ``others`` on
+        the others, once they have followed its calls.
+        """
+        ...
+
+
 class Sampler(Protocol):
     """A source of samples: an engine, or episodes around one."""
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """The ranks that share the engine; None for one of this rank alone."""
+        ...
 
     @property
     def stats(self) -> EngineStats:

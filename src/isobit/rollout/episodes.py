@@ -54,7 +54,7 @@ from isobit.parallel.world import World
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Episode, FinishReason, ends_in_thinking
 from isobit.rewards.grade import Failure
-from isobit.rollout.engine import Follow, RolloutEngine, SampleEvent
+from isobit.rollout.engine import Follow, RolloutEngine, SampleEvent, Sharing
 from isobit.rollout.engine_stats import EngineStats, Periods, Progress
 from isobit.rollout.requests import Handle, Request, check_requests, requests_of
 from isobit.rollout.sequence import cut, decode
@@ -170,6 +170,10 @@ class Episodes:
         return found
 
     # What a sampler is asked.
+
+    @property
+    def sharing(self) -> Sharing | None:
+        return self._engine.sharing
 
     @property
     def stats(self) -> EngineStats:

@@ -79,6 +79,8 @@ class NativeEngine:
             goes by the policy's device.
     """
 
+    sharing = None
+
     def __init__(
         self,
         policy: SampledPolicy,

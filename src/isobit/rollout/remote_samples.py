@@ -26,6 +26,8 @@ class RemoteSamples:
     engine defines how samples are drawn there (``_draw``) and ended there (``_let_go``).
     """
 
+    sharing = None
+
     def __init__(
         self, limits: EngineLimits, seed: int, tokenizer: "PreTrainedTokenizerBase | None"
     ) -> None:

@@ -190,7 +190,8 @@ class Server:
                 where = difference(has, self._expected[name])
                 raise ConfigError(
                     f"{self.url} (rollout.servers) has {other}: {where}; start it with the same "
-                    "model, --precision and version as the run, on the same kind of device"
+                    "model, --precision, --back_end and version as the run, on the same kind of "
+                    "device"
                 )
         self.sizes, self._held = description.sizes, description.weights
 

@@ -1,5 +1,6 @@
 """``generate`` by all ranks of a world: each has an engine of its own, with whole weights, and all
-get all completions.
+get all completions.  Ranks that share an engine (``isobit.rollout.shared_engine``) are one rank
+here, the first of them.
 
     hand out     a rank takes the next request whenever its engine has room; the requests go in
                  their order, as whole groups, which share the pages of their prompt
@@ -33,6 +34,7 @@ removed when all ranks have left, because a note must not go while somebody read
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from time import perf_counter, sleep
 from typing import Any
 
@@ -193,10 +195,13 @@ def generate_shared(
     if world.size == 1:
         groups = generate(engine, requests, progress, complete)
         return groups, [world.rank] * len(requests), engine.stats
-    queue = WorkQueue(world)
-    share = _Share(world, queue, engine, requests, progress, complete)
+    sharing = engine.sharing
+    drawing = world if sharing is None else sharing.peers
+    queue = WorkQueue(drawing)
+    share = _Share(drawing, queue, engine, requests, progress, complete)
+    draw = share.run if sharing is None else partial(sharing.led, share.run, share.value)
     try:
-        shares = run_and_gather(world, share.run)
+        shares = run_and_gather(world, draw)
     except BaseException as error:
         if is_raised_on_all(error):
             queue.clear()
@@ -245,9 +250,7 @@ class _Share:
         self._started_at = perf_counter()
 
     def run(self) -> dict[str, Any]:
-        """Draw until all samples have ended, anywhere; the completions of the requests that were
-        taken here, as a message.
-        """
+        """Draw until all samples have ended, anywhere; -> ``value``."""
         try:
             check_is_free(self._engine)
             self._engine.check(self._requests)
@@ -262,8 +265,12 @@ class _Share:
             self._engine.abort(self._live)
             return {}
         assert not self._parts, "all samples have ended, and come home"
-        places = list(self.whole)
         self._periods.note()
+        return self.value()
+
+    def value(self) -> dict[str, Any]:
+        """The completions of the requests that were taken here, as a message."""
+        places = list(self.whole)
         return {
             "places": places,
             "stats": asdict(self._periods.total),
@@ -362,7 +369,7 @@ class _Share:
             self._has_asked = False
             self._take_in(note)
         self._queue.show_load(len(self._live))
-        if self._handed_out and not self._has_asked:
+        if self._handed_out and not self._has_asked and self._world.size > 1:
             self._ask()
 
     def _give(self, rank: int, live: int) -> None:

@@ -241,6 +241,11 @@ class Vllm:
 
     def __init__(self, policy: Policy, config: RunRolloutConfig, seed: int, pages: int) -> None:
         """``pages`` of the native engine's cache say how many bytes vLLM's has."""
+        if policy.backend.name == "triton":
+            raise ConfigError(
+                "rollout.engine is 'vllm', and back_end 'triton' has all kernels of its process "
+                "compiled for sm_80, vLLM's too; name servers of vLLM in rollout.servers"
+            )
         self._policy, self._library = policy, import_vllm()
         self._folder = TemporaryDirectory(prefix="isobit-vllm-")
         self._llm = self._start(config, seed, pages)

@@ -75,21 +75,23 @@ class ModelSource:
         world: World = ALONE,
         trainable: bool = True,
         slots: Slots = ONE_SLOT,
+        sharing: World = ALONE,
     ) -> LoadedModel:
         """The model with its weights, published in the given flow on a device of each rank of a
         world, which share its masters, or keep none; ``seed`` draws random ones, and ``slots`` are
-        those of an update.
+        those of an update.  The ranks ``sharing`` an engine have some of its matrices each.
         """
         described = self.described
         config = described.config
+        how = device, trainable, world, slots, sharing
         if self.from_scratch:
-            policy = random_policy(config, precision, seed, device, trainable, world, slots)
+            policy = random_policy(config, precision, seed, *how)
         else:
             if config.score_head:
                 masters = read_reward_masters(described.folder, config, seed, device)
             else:
                 masters = read_masters(described.folder, config, device, seed)
-            policy = Policy(config, precision, masters, device, trainable, world, slots)
+            policy = Policy(config, precision, masters, *how)
         return LoadedModel(described.folder, policy, described.tokenizer, described.stop_token_ids)
 
 
@@ -197,8 +199,8 @@ def check_shape(shape: ModelShape) -> None:
         )
     if shape.moe_intermediate_size is not None and shape.family != "qwen3_moe":
         raise ConfigError(
-            "from_scratch.moe_intermediate_size is for the family 'qwen3_moe'; experts of "
-            "'mixtral' have intermediate_size"
+            "from_scratch.moe_intermediate_size is for the family 'qwen3_moe'; experts of the "
+            "others have intermediate_size"
         )
     if shape.sliding_window is not None and shape.family not in WINDOWED:
         raise ConfigError(

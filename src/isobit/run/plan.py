@@ -152,7 +152,16 @@ def plan_device_memory(
     total = available_memory(device) if card is None else card.total
     frozen = plan.frozen if learns else tuple(one for one in plan.frozen if one.grades)
     planner = DevicePlanner(
-        shape, flow, sizes, total, frozen, processes, learns, hosts, _copied_bytes(plan, flow)
+        shape,
+        flow,
+        sizes,
+        total,
+        frozen,
+        processes,
+        learns,
+        hosts,
+        _copied_bytes(plan, flow),
+        config.cluster.rollout_tp,
     )
     device_plan = planner.plan(rollout, training, plan.longest)
     host = {name: here * size for name, size in device_plan.host.items()}

@@ -23,6 +23,7 @@ from isobit.models.adapter_delivery import filled
 from isobit.models.config import ModelConfig
 from isobit.models.function import is_one_function
 from isobit.models.kv_calibration import calibrate_kv_scales
+from isobit.models.tensor_parallel import check_cut
 from isobit.observe.evaluation import EvalResult
 from isobit.observe.metrics import check_packages, check_services
 from isobit.parallel.world import ALONE, World
@@ -405,6 +406,7 @@ def read_rl(recipe: ResolvedRecipe[RunConfig]) -> RlPlan:
         algorithm = Distilled(algorithm, config.teacher.coefficient)
     source = recipe.source.with_value_head() if algorithm.needs_values else recipe.source
     model = source.described
+    check_cut(model.config, config.cluster.rollout_tp)
     sampling = model.sampling(config.rollout)
     data: RlData = recipe.data or load_prompts(config, model)
     evaluation = evaluation_requests(data.sets, config.evaluation, config.rollout, model)

@@ -29,7 +29,7 @@ from isobit.rollout.requests import Handle
 from isobit.run.acting import Generate
 from isobit.run.agreement import check_machines
 from isobit.run.crests import notice_crests
-from isobit.run.engines import make_engine
+from isobit.run.engines import make_engine, sharing_world
 from isobit.run.evaluation import Evaluation, Evaluator, OnProgress
 from isobit.run.frozen_models import load_teacher, teacher_table
 from isobit.run.grading import RecordedGrading
@@ -99,10 +99,9 @@ class Run(ABC, Generic[Config, Data]):
         """
         config, rollout = plan.config, plan.config.rollout
         around = around or Surroundings.none(world)
+        sharing = sharing_world(world, config.cluster.rollout_tp)
         run_on_all(world, lambda: None if world.rank else check_hook(config.checkpoint.on_save))
-        self.config = config
-        self.data = plan.data
-        self.world = world
+        self.config, self.data, self.world = config, plan.data, world
         self.console, self.interruption = around.console, around.interruption
         self.clock = Clock(world.pulse.beat)
         if config.threads is not None:
@@ -112,10 +111,12 @@ class Run(ABC, Generic[Config, Data]):
         device_plan = self._planned_memory(plan, device, learns, slots)
         if device_plan is not None:
             rollout = rollout.model_copy(update={"kv_pages": device_plan.pages})
-        self.model = plan.source.load(config.precision, config.seed, device, world, learns, slots)
+        self.model = plan.source.load(
+            config.precision, config.seed, device, world, learns, slots, sharing
+        )
         self._engine: RolloutEngine | None = None
         if plan.generates:
-            self._engine = make_engine(self.model, rollout, config.seed, config.output, world)
+            self._engine = make_engine(self.model, rollout, config, world, sharing)
         policy, folder = self.model.policy, self.model.folder
         self.teacher = load_teacher(config, policy, folder) if learns else None
         self.trainer = Trainer(
@@ -132,8 +133,7 @@ class Run(ABC, Generic[Config, Data]):
         self.reward_models = ModelRewards(
             config.reward, plan.reward_models, device, config.data.date
         )
-        models = self.reward_models.scores(self._release_engine)
-        self.grading = around.grading(models, world)
+        self.grading = around.grading(self.reward_models.scores(self._release_engine), world)
         self.evaluator: Evaluator | None = None
         if self._engine is not None:
             check_requests(plan.requests, self._engine.check, self.model.context)

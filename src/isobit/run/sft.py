@@ -15,6 +15,7 @@ from isobit.config.recipes import SftConfig
 from isobit.config.rules import check_sft
 from isobit.config.training import OptimisationConfig, TrainingConfig
 from isobit.memory.retry import measured_within_memory, within_memory
+from isobit.models.tensor_parallel import check_cut
 from isobit.observe.console import Console, silent
 from isobit.observe.metrics import check_packages, check_services
 from isobit.parallel.world import ALONE, World
@@ -130,6 +131,7 @@ def read_sft(recipe: ResolvedRecipe[SftConfig]) -> SftPlan:
     weights = recipe.with_weights
     check_packages(config.tracking.services())
     check_sft(config)
+    check_cut(source.described.config, config.cluster.rollout_tp)
     data: SftData = recipe.data or load_examples(config.data, source.described, config.objective)
     evaluation = {}
     if config.reward is not None:

@@ -80,8 +80,8 @@ def test_queries(dim: int, window: int, int8: bool) -> None:
         "H": 32, "G": 8, "D": dim, "WIDTH": WIDTH[int8], "STAGES": stages, "WINDOW": window
     }  # fmt: skip
     constants |= {} if int8 else {"scale_desc": None}
-    # Where a tile is cut by the window's edge, too.
-    most_stack = (40 if int8 else 8) if window else 0
+    # Where a tile is cut by the window's edge, too; by Triton 3.6 more than by 3.7.
+    most_stack = (40 if int8 else 24) if window else 0
     assert_asynchronous(compiled(attention_backward._queries_kernel, types, constants, most_stack))
 
 

@@ -5,6 +5,7 @@ against FP64 attention over the encoded inputs.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ LAYOUTS = [(4, 4, 32), (4, 2, 64), (6, 1, 64), (2, 2, 128), (4, 2, 80), (2, 1, 9
 WINDOWS = [1, 20, 64, 65, 100, 128, 1000]
 """Below and above a tile of 64 and the sequences, multiples of it and not."""
 FORMATS: list[Format] = ["e4m3", "bf16", "fp32"]
+SINKS = torch.tensor([0.7, -3.0, 30.0, -200.0])
+"""Among the scores, below them, above them, and so far below that nothing is left of it."""
 
 
 def make(
@@ -112,22 +115,25 @@ def test_a_decoding_step_is_the_paged_one_of_a_token_each() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 70])
-def test_log_sum_exps_agree_too(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sinks", [None, SINKS])
+def test_log_sum_exps_agree_too(
+    window: int | None, sinks: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """BF16 outputs hide most differences; the FP32 log-sum-exp does not."""
     seen: list[torch.Tensor] = []
     original = attention.attend
 
     def recording(
-        queries: Heads, visible: torch.Tensor, tile_at: attention.TileAt, window: int | None
+        queries: Heads, visible: torch.Tensor, tile_at: attention.TileAt, *options: Any
     ) -> attention.AttentionOutput:
-        result = original(queries, visible, tile_at, window)
+        result = original(queries, visible, tile_at, *options)
         last = visible[:, -1:] == visible  # rows of each sequence's last token
         seen.append(result.log_sum_exp[last[:, None, None].expand_as(result.log_sum_exp)])
         return result
 
     for module in ("attention", "paged_attention"):
         monkeypatch.setattr(f"isobit.kernels.spec.{module}.attend", recording)
-    sequences = make("e4m3", (150,), window=window)
+    sequences = replace(make("e4m3", (150,), window=window), sinks=sinks)
     sequences.packed()
     (packed,) = seen
     seen.clear()
@@ -186,6 +192,47 @@ def test_the_backward_is_straight_through(
     for name, ours in case.gradients().items():
         assert ours.shape == exact[name].shape and ours.dtype == sequences.dtype
         assert relative_error(ours, exact[name]) < (1e-5 if format == "fp32" else 6e-3)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("window", [None, 20, 64])
+@pytest.mark.parametrize("format", ["e4m3", "int8", "bf16", "fp32"])
+def test_sinks_are_exact_and_take_their_share(format: Format, window: int | None) -> None:
+    """Also beside scores of thousands, of either sign."""
+    sequences = replace(make(format, window=window), sinks=SINKS)
+    packed = sequences.packed()
+    assert torch.equal(sequences.paged(seed=1), packed)
+    assert torch.equal(sequences.alone(), packed)
+    without = make(format, (150, 20), window=window, outliers=False)
+    mild = replace(without, sinks=SINKS)
+    bound = 2e-6 if format == "fp32" else 2.5e-3
+    assert relative_error(mild.packed(), mild.case().results()) < bound
+    *_, changed, last = (mild.packed() == without.packed()).unflatten(1, (4, -1)).unbind(1)
+    assert last.all() and changed.float().mean() < 0.1
+    assert not replace(mild, sinks=torch.full((4,), 3e4)).packed().any()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("format", FORMATS)
+def test_gradients_with_sinks(format: Format, window: int | None) -> None:
+    """Those of Q, K and V, and of the sinks, which add to what is there, against FP64."""
+    sequences = make(format, (130, 70, 1), window=window, outliers=False)
+    sequences = replace(sequences, sinks=torch.tensor([0.7, -3.0, 2.0, 0.0]))
+    case = sequences.case()
+    assert case.gradients is not None and case.dy is not None
+    exact = case.exact_gradients()
+    bound = 1e-5 if format == "fp32" else 6e-3
+    for name, ours in case.gradients().items():
+        assert relative_error(ours, exact[name]) < bound
+    sinks = sequences.sinks.double().requires_grad_()  # type: ignore[union-attr]
+    read = (x.double() for x in sequences.encoded().values())
+    replace(sequences, sinks=sinks).plain(*read).backward(case.dy.double())
+    attend = PackedAttention(sequences.flow.training, sequences.lengths, sequences.positions)
+    _, attended = attend.attend(0, sequences.projected(), sequences.transform)
+    grad = torch.ones(4)
+    attend.backward(attended, case.dy, grad)
+    assert sinks.grad is not None and relative_error(grad - 1, sinks.grad) < bound
 
 
 @pytest.mark.parametrize("group", [100, 4096])

@@ -7,8 +7,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isobit.kernels.operands import RouterLoss, Routing, router_losses, sequence_means
-from isobit.kernels.spec.experts import route, route_backward
+from isobit.kernels.operands import (
+    ExpertGradients,
+    LinearInput,
+    RouterLoss,
+    Routing,
+    router_losses,
+    sequence_means,
+)
+from isobit.kernels.spec.experts import (
+    experts,
+    experts_backward,
+    experts_saving,
+    one_expert,
+    route,
+    route_backward,
+)
+from isobit.kernels.spec.linear import linear, linear_input
+from isobit.kernels.spec.pointwise import swiglu_input
 from isobit.precision.quant_tensor import Format
 from isobit.proof.cases import ROWS
 from isobit.proof.expert_cases import EXPERTS, IDLE, ExpertsCase
@@ -108,6 +124,62 @@ def test_gradients_routing(renormalise: bool, loss: tuple[float, float]) -> None
     total = (plain.weights * d_weights).sum() + loss[0] * balance.sum() + loss[1] * z.sum()
     for found, expected in zip((dx, grad - 1), torch.autograd.grad(total, leaves), strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-5)
+
+
+def test_a_bias_of_the_router_chooses_and_has_its_gradient() -> None:
+    x, router, bias = (
+        drawn(n, *s) for n, s in enumerate([(TOKENS, HIDDEN), (COUNT, HIDDEN), (COUNT,)])
+    )
+    router, d_weights = 0.2 * router, drawn(3, TOKENS, TOP_K)
+    routing = route(x, router, TOP_K, True, bias)
+    grads = torch.zeros(COUNT, HIDDEN), torch.ones(COUNT)
+    dx = route_backward(d_weights, x, routing, router, True, None, *grads)
+    leaves = [one.double().requires_grad_() for one in (x, router, bias)]
+    chosen = (leaves[0] @ leaves[1].t() + leaves[2]).topk(TOP_K)
+    assert torch.equal(chosen.indices, routing.experts.long())
+    assert not torch.equal(route(x, router, TOP_K, True).experts, routing.experts)
+    weights = chosen.values.softmax(-1)
+    torch.testing.assert_close(routing.weights.double(), weights, rtol=1e-5, atol=1e-6)
+    expected = torch.autograd.grad((weights * d_weights).sum(), leaves)
+    for found, one in zip((dx, grads[0], grads[1] - 1), expected, strict=True):
+        torch.testing.assert_close(found.double(), one, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("format", ["fp32", "bf16", "e4m3", "int8"])
+def test_biases_of_experts_are_added_to_their_outputs(format: Format) -> None:
+    """An expert is its linears with their biases; gradients of biases are sums of their own."""
+    layer = ExpertsCase.of(format)
+    gate_up, down = biased = [
+        replace(weight, bias=drawn(seed, sum(weight.site.parts)).to(layer.x.dtype))
+        for seed, weight in enumerate((layer.gate_up, layer.down))
+    ]
+    read, routing = linear_input(layer.x, layer.gate_up.site), layer.routing
+    given = LinearInput(read.read, layer.x)
+    y, saved = experts_saving(given, routing, gate_up, down, "clamped_silu")
+    assert torch.equal(y, experts(read.read, routing, gate_up, down, "clamped_silu"))
+    expected = torch.zeros(*routing.experts.shape, layer.x.shape[1])
+    for index in range(EXPERTS):
+        wide, narrow = (one_expert(weight, index, EXPERTS)[0] for weight in biased)
+        own = [w.bias.view(EXPERTS, -1)[index] for w in biased if w.bias is not None]
+        inner = linear(read.read, wide) + own[0]
+        of_all = linear(swiglu_input(inner, narrow.site, gate="clamped_silu").read, narrow)
+        expected = torch.where(
+            (routing.experts == index)[..., None], (of_all + own[1]).float()[:, None], expected
+        )
+    total = sum((routing.weights[:, j, None] * expected[:, j] for j in range(3)), torch.zeros(1))
+    assert torch.equal(y, total.to(y.dtype))
+    sizes = [(sum(w.site.parts), k) for w, k in zip(biased, (200, 72), strict=True)]
+    grads = ExpertGradients(
+        *(torch.zeros(size) for size in sizes), *(torch.zeros(size[0]) for size in sizes)
+    )
+    dy = drawn(5, *layer.x.shape).to(layer.x.dtype)
+    experts_backward(dy, saved, routing, gate_up, down, grads, "clamped_silu")
+    weighted = routing.weights[..., None] * dy.float()[:, None]
+    for index in range(EXPERTS):
+        own = weighted[routing.experts == index].to(dy.dtype).float().sum(0)
+        assert grads.down_bias is not None and grads.gate_up_bias is not None
+        torch.testing.assert_close(grads.down_bias.view(EXPERTS, -1)[index], own)
+        assert bool(grads.gate_up_bias.view(EXPERTS, -1)[index].any()) is (index < IDLE)
 
 
 def losses_by_sequence(routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:

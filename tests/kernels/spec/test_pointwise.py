@@ -91,18 +91,36 @@ def test_geglu_is_gelu_by_tanh_and_its_gradient_that_of_autograd() -> None:
     torch.testing.assert_close(d.double(), exact.grad, atol=2e-6, rtol=2e-6)
 
 
-def test_geglu_of_a_row_has_its_bits_at_any_place() -> None:
-    gate_up, dy = torch.randn(9, 2 * 77).bfloat16(), torch.randn(9, 77).bfloat16()
-    d = swiglu_backward(dy, gate_up, site("bf16"), "gelu_tanh").rows
+def test_clamped_swiglu_is_that_of_gpt_oss_and_its_gradient_that_of_autograd() -> None:
+    """Against FP64; at the limit itself there is a gradient, beyond it none."""
+    gate = torch.cat([torch.linspace(-9, 9, 1001), torch.tensor([-3e4, -7.0, 7.0, 3e4])])
+    up = torch.cat([8 * torch.randn(1001), torch.tensor([7.0, -7.0, 7.0, -3e4])])
+    gate_up, dy = torch.cat([gate, up])[None], torch.randn(1, len(gate))
+    exact = gate_up.double().requires_grad_()
+    g, u = exact.chunk(2, -1)
+    g, u = g.clamp(max=7), u.clamp(-7, 7)
+    expected = g * torch.sigmoid(1.702 * g) * (u + 1)
+    expected.backward(dy.double())
+    ours = swiglu(gate_up, "clamped_silu").double()
+    torch.testing.assert_close(ours, expected.detach(), atol=1e-6, rtol=1e-6)
+    d = swiglu_backward(dy, gate_up, site("fp32"), "clamped_silu").rows
+    assert isinstance(d, torch.Tensor) and exact.grad is not None
+    torch.testing.assert_close(d.double(), exact.grad, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("gate", ["gelu_tanh", "clamped_silu"])
+def test_a_gate_of_a_row_has_its_bits_at_any_place(gate: Gate) -> None:
+    gate_up, dy = 5 * torch.randn(9, 2 * 77).bfloat16(), torch.randn(9, 77).bfloat16()
+    d = swiglu_backward(dy, gate_up, site("bf16"), gate).rows
     assert isinstance(d, torch.Tensor)
     for row in range(9):
         one = slice(row, row + 1)
-        assert torch.equal(swiglu(gate_up[one], "gelu_tanh"), swiglu(gate_up, "gelu_tanh")[one])
-        alone = swiglu_backward(dy[one], gate_up[one], site("bf16"), "gelu_tanh").rows
+        assert torch.equal(swiglu(gate_up[one], gate), swiglu(gate_up, gate)[one])
+        alone = swiglu_backward(dy[one], gate_up[one], site("bf16"), gate).rows
         assert isinstance(alone, torch.Tensor) and torch.equal(alone, d[one])
 
 
-@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "clamped_silu"])
 @pytest.mark.parametrize("where", SITES, ids=lambda s: f"{s.forward}-{s.wgrad}")
 def test_operands_are_those_of_the_single_operations(where: Site, gate: Gate) -> None:
     dtype = torch.float32 if where.forward == "fp32" else torch.bfloat16

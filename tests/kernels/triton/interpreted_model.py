@@ -100,7 +100,8 @@ def prepare() -> None:
         products.tiles
     )  # of few tokens too, which no bit depends on, in a tenth of the time
     sampling._gumbel = _gumbel
-    interpreter.GridExecutor.__call__ = _without_e4m3
+    executor: Any = interpreter.GridExecutor
+    executor.__call__ = _without_e4m3
 
 
 def policy_of(

@@ -67,6 +67,10 @@ def test_last_boxed(text: str, answer: str | None) -> None:
     assert last_boxed(text) == answer
 
 
+ANALYSIS = "<|channel|>analysis<|message|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+
+
 def found(text: str, prompt: str = "", answer: str = "boxed", read_thinking: bool = False) -> str:
     completion = Completion(TokenSequence.of_answer((1,), (2,)), text, "stop")
     return answer_of(Prompt("train/0", prompt, (1,)), completion, "g", answer, read_thinking)[0]
@@ -83,6 +87,7 @@ def found(text: str, prompt: str = "", answer: str = "boxed", read_thinking: boo
         (r"<think>\boxed{1}</think>nothing", "nothing"),
         (r"\boxed{1}</think>\boxed{2}", "2"),
         (r"[THINK]\boxed{1}[/THINK]\boxed{2}", "2"),
+        (f"{ANALYSIS}\\boxed{{1}}<|end|>{ANALYSIS}\\boxed{{3}}<|end|>{FINAL}\\boxed{{2}}", "2"),
         (r"<think>\boxed{1}</think>\boxed{2}<think>\boxed{3}</think>\boxed{4}", "4"),
         (r"\boxed{2}<think>\boxed{3}", "2"),
     ],
@@ -98,6 +103,8 @@ def test_the_answer_stands_after_the_thinking(text: str, answer: str) -> None:
     [
         ("", r"<think>\boxed{1}"),
         ("", r"<think>a</think><thinking>\boxed{1}"),
+        ("", f"{ANALYSIS}\\boxed{{1}}<|end|><|start|>assistant"),
+        (f"<|start|>assistant{ANALYSIS}", r"\boxed{1}"),
         ("<assistant><think>", r"\boxed{1}"),
         ("<assistant><think>\n", r"\boxed{1}"),
     ],

@@ -4,6 +4,7 @@ import torch
 
 from isobit.kernels.backend import ModelNeeds
 from isobit.kernels.hopper import sizes as sizes  # noqa: PLC0414 (said to be part of this module)
+from isobit.kernels.triton import support as portable
 from isobit.kernels.triton.support import (
     class_of,
     device_model,
@@ -59,10 +60,13 @@ def problem() -> str | None:
 
 
 def model_problem(needs: ModelNeeds) -> str | None:
-    if (problem := shared_problem(needs, HEAD_SIZES)) is not None or needs.preset == "bf16":
+    problem = shared_problem(needs, HEAD_SIZES)
+    if problem is None and needs.preset != "bf16":
+        problems = (linear_problem(linear) for linear in needs.linears)
+        problem = next((one for one in problems if one is not None), None)
+    if problem is None or portable.model_problem(needs) is not None:
         return problem
-    problems = (linear_problem(linear) for linear in needs.linears)
-    return next((one for one in problems if one is not None), None)
+    return f"{problem}; back_end = 'triton' computes it"
 
 
 def linear_problem(linear: LinearShape) -> str | None:

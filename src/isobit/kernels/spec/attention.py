@@ -20,6 +20,11 @@ multiplication and an addition.
 and a tile of masked keys changes nothing: neither M, l and o so far, nor those of a query that has
 seen no key yet (M = -inf, l = o = 0).
 
+**Sinks.**  A head may have a further score z, learnt, whose probability goes to no value.  It is a
+last term of l, after all tiles, and so of the log-sum-exp:
+
+    M' = max(M, z log2(e))      l' = l 2^(M - M') + 2^(z log2(e) - M')      o' = o l 2^(M - M') / l'
+
 With a sliding window w, a query at position p sees the keys p - w + 1 .. p.  Tiles still count from
 position 0; tiles that no query of a call sees are skipped.
 
@@ -30,6 +35,7 @@ passed on to their unquantised sources.  With w = exp(scale q.k - lse), and 0 wh
 see a key:
 
     dV = w^T dO      dS = w * (dO V^T - sum(dO * O))      dQ = scale dS K      dK = scale dS^T Q
+    dz = -sum over queries of exp(z - lse) sum(dO * O)
 
 Sequences of similar length are padded into groups; a padding row repeats the sequence's last token
 and carries no gradient.
@@ -41,7 +47,7 @@ sequence, D head size.
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log, log2
 
 import torch
@@ -60,7 +66,7 @@ from isobit.precision.flow import Graph
 from isobit.precision.quant_tensor import AMAX_FLOOR, E4M3, E8M0_BIAS, Format
 
 TILE = 64
-_LN2 = log(2.0)
+_LN2, _LOG2_E = log(2.0), log2(math.e)
 _SCALE = AMAX_FLOOR / 128  # below every FP32 scale
 
 
@@ -134,16 +140,28 @@ class _Sums:
         self.denominator[region] = self.denominator[region] * decay + tile.denominator
         self.total[region] = self.total[region] * decay + tile.total
 
+    def add_sinks(self, sinks: torch.Tensor) -> None:
+        """Add the term of each head's sink, FP32 [G, R, 1, 1], to the denominator."""
+        scores = sinks * _LOG2_E
+        maximum = torch.maximum(self.maximum, scores)
+        decay = torch.exp((self.maximum - maximum) * _LN2)
+        self.denominator = self.denominator * decay + torch.exp((scores - maximum) * _LN2)
+        self.maximum, self.total = maximum, self.total * decay
+
 
 def attend(
-    queries: Heads, visible: torch.Tensor, tile_at: TileAt, window: int | None = None
+    queries: Heads,
+    visible: torch.Tensor,
+    tile_at: TileAt,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> AttentionOutput:
     """Attention of queries [B, G, R, L, D].
 
     ``visible``, int64 [B, L], is the number of keys up to each query's own: at least 1, not
     decreasing along L, with the sequences by descending last value.  The query sees the last
     ``window`` of them, or all.  ``tile_at(j, s, w)`` gives the first w keys of tile j for the
-    sequences of the slice s.
+    sequences of the slice s.  ``sinks`` [G R] are those of the heads.
     """
     q = queries.units() if queries.values.dtype == torch.int8 else queries.units().double()
     q_scale = (factors(queries.scales) * (log2(math.e) / q.shape[-1] ** 0.5))[..., None]
@@ -167,6 +185,8 @@ def attend(
         else:
             sums.add(region, made)
     assert sums is not None
+    if sinks is not None:
+        sums.add_sinks(sinks.float().view(*q.shape[1:3], 1, 1))
     return AttentionOutput(
         sums.total / (sums.denominator / shift),
         (sums.maximum + torch.log2(sums.denominator)).squeeze(-1),
@@ -284,6 +304,7 @@ class Attended:
     log_sum_exp: torch.Tensor
     """FP32 [T, H], base 2."""
     window: int | None
+    sinks: torch.Tensor | None
 
     def rows(self, index: torch.Tensor) -> "Attended":
         """The same of the tokens ``index``."""
@@ -292,7 +313,8 @@ class Attended:
             return x.index_select(0, index)
 
         q, k, v = (heads.map(take) for heads in self.encoded)
-        return Attended((q, k, v), take(self.output), take(self.log_sum_exp), self.window)
+        moved = take(self.output), take(self.log_sum_exp)
+        return replace(self, encoded=(q, k, v), output=moved[0], log_sum_exp=moved[1])
 
 
 class PackedAttention:
@@ -323,22 +345,28 @@ class PackedAttention:
             for x, fixed in zip(made, fixed_bytes(transform), strict=True)
         )
         observe_heads(layer, q, k, v)
-        found = [_attend_group(group, q, k, v, transform.window) for group in self._groups]
+        seen = transform.window, transform.sinks
+        found = [_attend_group(group, q, k, v, *seen) for group in self._groups]
         wide, log_sum_exp = (
             torch.cat(parts).index_select(0, self._inverse) for parts in zip(*found, strict=True)
         )
         output = rounded(wide.reshape(qkv.shape[0], -1), qkv.dtype)
         heads = output.view(wide.shape)
-        return output, Attended((q, k, v), heads, log_sum_exp, transform.window)
+        return output, Attended((q, k, v), heads, log_sum_exp, *seen)
 
     def backward(
-        self, attended: Attended, d_output: torch.Tensor
+        self, attended: Attended, d_output: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradient of [T, H D] -> dq [T, H, D], dk and dv [T, G, D], in the same dtype."""
+        """The gradient of [T, H D] -> dq [T, H, D], dk and dv [T, G, D], in the same dtype; adds
+        that of the sinks to ``sinks``, FP32 [H].
+        """
         output = attended.output
         q, k, v = (heads.dequantised() for heads in attended.encoded)
         wide = d_output.view_as(output).float()
         delta = (wide * output.float()).sum(-1)
+        if sinks is not None and attended.sinks is not None:
+            weights = torch.exp(attended.sinks.float() - attended.log_sum_exp * _LN2)
+            sinks.sub_((weights * delta).sum(0))
         padded: list[tuple[torch.Tensor, ...]] = []
         for group in self._groups:
             valid = group.valid[..., None]
@@ -390,7 +418,12 @@ def _pad(lengths: tuple[int, ...]) -> tuple[list[PaddedGroup], torch.Tensor]:
 
 
 def _attend_group(
-    group: PaddedGroup, queries: Heads, keys: Heads, values: Heads, window: int | None
+    group: PaddedGroup,
+    queries: Heads,
+    keys: Heads,
+    values: Heads,
+    window: int | None,
+    sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> output FP32 [B L, H, D] and log-sum-exp (base 2) [B L, H]."""
     batch, length = group.index.shape
@@ -414,7 +447,7 @@ def _attend_group(
             pair.map(lambda x: x[:, sequences, :, j * TILE : j * TILE + width].contiguous())
         )
 
-    result = attend(queries.map(query_layout), group.visible, tile_at, window)
+    result = attend(queries.map(query_layout), group.visible, tile_at, window, sinks)
     output, log_sum_exp = result.output.movedim(3, 1), result.log_sum_exp.movedim(3, 1)
     rows = batch * length
     return output.reshape(rows, -1, output.shape[-1]), log_sum_exp.reshape(rows, -1)

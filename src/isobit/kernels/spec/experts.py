@@ -2,7 +2,7 @@
 
 **Routing** chooses the experts and weights of each token:
 
-    logits    x router^T             FP32: operands on the grid, exact block products
+    logits    x router^T + bias      FP32: operands on the grid, exact block products
     p         softmax over all experts
     chosen    the k largest logits; of equal ones the lower expert comes first
     weights   p of the chosen, in the order of their ranks; if they are renormalised, divided by
@@ -43,6 +43,7 @@ import torch
 
 from isobit.kernels.operands import (
     ExpertGradients,
+    Gate,
     LinearInput,
     LinearWeight,
     Operand,
@@ -61,15 +62,25 @@ from isobit.kernels.spec.linear import (
     output_gradient,
     wgrad,
 )
-from isobit.kernels.spec.pointwise import row_sum, swiglu_backward, swiglu_input, swiglu_saved
+from isobit.kernels.spec.pointwise import row_sum, swiglu_gradient, swiglu_input, swiglu_saved
 from isobit.kernels.spec.quantise import snap_rows
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import E4M3, Int8Rows, QuantTensor
 
 
-def route(x: torch.Tensor, router: torch.Tensor, top_k: int, renormalise: bool) -> Routing:
-    """x [T, C] and the published router [E, C] -> the experts and weights of each token."""
+def route(
+    x: torch.Tensor,
+    router: torch.Tensor,
+    top_k: int,
+    renormalise: bool,
+    bias: torch.Tensor | None = None,
+) -> Routing:
+    """x [T, C], the published router [E, C] and bias [E] -> the experts and weights of each
+    token.
+    """
     logits = grid_gemm_nt(snap_rows(x), snap_rows(router))
+    if bias is not None:
+        logits.add_(bias.float())
     experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = _softmax(logits).gather(1, experts)
     if renormalise:
@@ -84,10 +95,11 @@ def route_backward(
     router: torch.Tensor,
     renormalise: bool,
     loss: RouterLoss | None,
-    grad: torch.Tensor,
+    grad: torch.Tensor | None,
+    bias_grad: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The gradients of the weights, FP32 [T, k], and of the losses -> that of x [T, C]; adds the
-    router's to ``grad``, FP32 [E, C].
+    router's to ``grad``, FP32 [E, C], and its bias's to ``bias_grad``, FP32 [E].
     """
     chosen = routing.experts.long()
     if renormalise:
@@ -99,7 +111,10 @@ def route_backward(
         d_logits = p * (d_p - (p * d_p).sum(-1, keepdim=True))
     if loss is not None:
         d_logits = d_logits + logit_gradient(routing, loss)
-    grad.add_(d_logits.t() @ x.float())
+    if grad is not None:
+        grad.add_(d_logits.t() @ x.float())
+    if bias_grad is not None:
+        bias_grad.add_(d_logits.sum(0))
     return (d_logits @ router.float()).to(x.dtype)
 
 
@@ -143,20 +158,24 @@ class SavedExperts:
 
 
 def experts(
-    x: Operand, routing: Routing, gate_up: LinearWeight, down: LinearWeight
+    x: Operand, routing: Routing, gate_up: LinearWeight, down: LinearWeight, gate: Gate = "silu"
 ) -> torch.Tensor:
     """x [T, C] as ``gate_up`` reads it -> y [T, C]."""
-    return _weighted_sum(_outputs(x, routing, gate_up, down)[0], routing)
+    return _weighted_sum(_outputs(x, routing, gate_up, down, gate)[0], routing)
 
 
 def experts_saving(
-    x: LinearInput, routing: Routing, gate_up: LinearWeight, down: LinearWeight
+    x: LinearInput,
+    routing: Routing,
+    gate_up: LinearWeight,
+    down: LinearWeight,
+    gate: Gate = "silu",
 ) -> tuple[torch.Tensor, SavedExperts]:
     """The same bits as ``experts``, and what the backward reads; ``x.saved`` is the input itself
     [T, C].
     """
     assert isinstance(x.saved, torch.Tensor)
-    outputs, made = _outputs(x.read, routing, gate_up, down)
+    outputs, made = _outputs(x.read, routing, gate_up, down, gate)
     return _weighted_sum(outputs, routing), SavedExperts(x.saved, tuple(made), outputs)
 
 
@@ -166,20 +185,27 @@ def experts_backward(
     routing: Routing,
     gate_up: LinearWeight,
     down: LinearWeight,
-    grads: ExpertGradients,
+    grads: ExpertGradients | None,
+    gate: Gate = "silu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dy [T, C] -> dx [T, C], and the gradient of the routing's weights, FP32 [T, k]."""
     weights, d_inputs = routing.weights.flatten(), torch.empty_like(saved.outputs).flatten(0, 1)
     gate_up, down = (_of_tokens(weight, len(dy)) for weight in (gate_up, down))
     chosen = experts_with_tokens(routing, gate_up, down)
     for expert, made in zip(chosen, saved.gate_up, strict=True):
-        d_output = weights[expert.choices, None] * dy[expert.tokens].float()
-        d = output_gradient(d_output.to(dy.dtype), expert.down.site)
-        activation = swiglu_saved(made, expert.down.site)
-        wgrad(d.tokens, activation, grads.down[expert.down_rows], expert.down.site)
-        d = swiglu_backward(dgrad(d.rows, expert.down), made, expert.gate_up.site)
-        x = input_saved(saved.x[expert.tokens], expert.gate_up.site)
-        wgrad(d.tokens, x, grads.gate_up[expert.gate_up_rows], expert.gate_up.site)
+        d_output = (weights[expert.choices, None] * dy[expert.tokens].float()).to(dy.dtype)
+        d = output_gradient(d_output, expert.down.site)
+        if grads is not None:
+            activation = swiglu_saved(made, expert.down.site, gate)
+            wgrad(d.tokens, activation, grads.down[expert.down_rows], expert.down.site)
+        d_made = swiglu_gradient(dgrad(d.rows, expert.down), made, gate)
+        d = output_gradient(d_made, expert.gate_up.site)
+        if grads is not None:
+            x = input_saved(saved.x[expert.tokens], expert.gate_up.site)
+            wgrad(d.tokens, x, grads.gate_up[expert.gate_up_rows], expert.gate_up.site)
+            if grads.gate_up_bias is not None and grads.down_bias is not None:
+                grads.gate_up_bias[expert.gate_up_rows] += d_made.float().sum(0)
+                grads.down_bias[expert.down_rows] += d_output.float().sum(0)
         d_inputs[expert.choices] = dgrad(d.rows, expert.gate_up)
     d_weights = row_sum(dy.float()[:, None] * saved.outputs.float())[..., 0]
     d_x = sum_of_ranks(d_inputs.view_as(saved.outputs).float())[:, 0]
@@ -213,16 +239,16 @@ def one_expert(weight: LinearWeight, index: int, count: int) -> tuple[LinearWeig
     """
     matrix, parts = weight.matrix, len(weight.site.parts) // count
     site = replace(weight.site, parts=weight.site.parts[parts * index : parts * (index + 1)])
+    rows = _span(sum(weight.site.parts), index, count)
+    bias = None if weight.bias is None else weight.bias[rows]
     if isinstance(matrix, torch.Tensor):
-        rows = _span(matrix.shape[0], index, count)
-        return LinearWeight(site, matrix[rows]), rows
+        return LinearWeight(site, matrix[rows], bias), rows
     if isinstance(matrix, Int8Rows):
-        rows = _span(len(matrix.values), index, count)
-        return LinearWeight(site, matrix.rows(rows.start, rows.stop)), rows
+        return LinearWeight(site, matrix.rows(rows.start, rows.stop), bias), rows
     assert isinstance(matrix, QuantTensor)
-    rows, blocks = (_span(len(one), index, count) for one in (matrix.values, matrix.scales))
+    blocks = _span(len(matrix.scales), index, count)
     own = QuantTensor(matrix.values[rows], matrix.scales[blocks], "128x128", site.parts)
-    return LinearWeight(site, own), rows
+    return LinearWeight(site, own, bias), rows
 
 
 def _span(rows: int, index: int, count: int) -> slice:
@@ -231,7 +257,7 @@ def _span(rows: int, index: int, count: int) -> slice:
 
 
 def _outputs(
-    x: Operand, routing: Routing, gate_up: LinearWeight, down: LinearWeight
+    x: Operand, routing: Routing, gate_up: LinearWeight, down: LinearWeight, gate: Gate
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The output of each token's experts [T, k, C], and gate and up of each expert that has
     tokens.
@@ -242,13 +268,18 @@ def _outputs(
     outputs, made = torch.empty(tokens * top_k, columns, dtype=dtype), list[torch.Tensor]()
     inputs = list[tuple[torch.Tensor, Operand]]()
     for expert in experts_with_tokens(routing, gate_up, down):
-        made.append(linear(_rows(x, expert.tokens), expert.gate_up))
-        activation = swiglu_input(made[-1], expert.down.site)
-        outputs[expert.choices] = linear(activation.read, expert.down)
+        made.append(_biased(linear(_rows(x, expert.tokens), expert.gate_up), expert.gate_up))
+        activation = swiglu_input(made[-1], expert.down.site, gate=gate)
+        outputs[expert.choices] = _biased(linear(activation.read, expert.down), expert.down)
         if is_observed():
             inputs.append((expert.choices, activation.read))
     _observe_inputs(inputs, down.site, tokens)
     return outputs.view(tokens, top_k, columns), made
+
+
+def _biased(y: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+    """Add the bias in place: a sum in FP32, rounded once."""
+    return y if weight.bias is None else y.add_(weight.bias)
 
 
 def _observe_inputs(inputs: list[tuple[torch.Tensor, Operand]], site: Site, tokens: int) -> None:

@@ -178,17 +178,14 @@ class PagedAttention:
         heads = Heads.encode(q, self._cache.formats[layer], fixed_bytes(transform)[0])
         if is_observed():
             observe_heads(layer, heads, *self._cache.read(layer, self._slots))
-        outputs = [
-            self._attend(layer, group, heads, k.shape[1], transform.window)
-            for group in self._groups
-        ]
+        outputs = [self._attend(layer, group, heads, transform) for group in self._groups]
         padded = torch.cat(outputs).index_select(0, self._inverse)
         return rounded(padded.reshape(qkv.shape[0], -1), qkv.dtype)
 
     def _attend(
-        self, layer: int, group: _Group, heads: Heads, kv_heads: int, window: int | None
+        self, layer: int, group: _Group, heads: Heads, transform: QkvTransform
     ) -> torch.Tensor:
-        batch, length = group.rows.shape
+        (batch, length), kv_heads = group.rows.shape, transform.num_kv_heads
 
         def layout(x: torch.Tensor) -> torch.Tensor:  # [T, H, ...] -> [B', G, R, L, ...]
             rows = x.index_select(0, group.rows.view(-1))
@@ -197,7 +194,8 @@ class PagedAttention:
         def tile_at(j: int, sequences: slice, width: int) -> KeyTile:
             return KeyTile.build(self._cache.gather(layer, group.pages[j, sequences], width))
 
-        output = attend(heads.map(layout), group.visible, tile_at, window).output
+        seen = transform.window, transform.sinks
+        output = attend(heads.map(layout), group.visible, tile_at, *seen).output
         return output.movedim(3, 1).reshape(batch * length, -1, output.shape[-1])
 
 

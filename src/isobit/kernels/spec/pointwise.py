@@ -17,14 +17,24 @@ order: torch splits the sum of a very wide row over threads, which would change 
 in FP32.  torch's own ``silu`` and ``sigmoid`` round differently in the vectorised body and in the
 scalar tail of a loop, so a token's bits would depend on its position; ``exp`` and division do not.
 GeGLU has GELU by tanh for silu: since 1 + tanh(s / 2) = 2 / (1 + exp(-s)), it is x / (1 + exp(-s))
-with s = 2 sqrt(2 / pi) (x + 0.044715 x^3).
+with s = 2 sqrt(2 / pi) (x + 0.044715 x^3).  gpt-oss clamps the gate from above and up on both
+sides, and has y = x / (1 + exp(-a x)) * (up + 1); what is clamped has no gradient.
 """
 
 import math
 
 import torch
 
-from isobit.kernels.operands import Gate, LinearInput, Normed, Operand, OutputGradient, rounded
+from isobit.kernels.operands import (
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
+    Gate,
+    LinearInput,
+    Normed,
+    Operand,
+    OutputGradient,
+    rounded,
+)
 from isobit.kernels.spec.linear import input_saved, linear_input, output_gradient
 from isobit.precision.flow import Site
 
@@ -112,11 +122,19 @@ def swiglu(gate_up: torch.Tensor, gate: Gate = "silu") -> torch.Tensor:
 
 def gated(x: torch.Tensor, up: torch.Tensor, gate: Gate = "silu") -> torch.Tensor:
     """silu(x) * up, or with another function of the gate, in FP32."""
+    if gate == "clamped_silu":
+        x, up = _clamped(x, up)
     return x / (1.0 + torch.exp(-_exponent(x, gate))) * up
 
 
+def _clamped(x: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT).add_(1.0)
+
+
 def _exponent(x: torch.Tensor, gate: Gate) -> torch.Tensor:
-    return x if gate == "silu" else _STEEP * (x + _CUBIC * (x * x * x))
+    if gate == "gelu_tanh":
+        return _STEEP * (x + _CUBIC * (x * x * x))
+    return x if gate == "silu" else SWIGLU_ALPHA * x
 
 
 def swiglu_input(
@@ -135,12 +153,26 @@ def swiglu_backward(
     d_activation: torch.Tensor, gate_up: torch.Tensor, site: Site, gate: Gate = "silu"
 ) -> OutputGradient:
     """[T, C] and [T, 2 C] -> the gradient of ``gate_up``, as dY of the linear ``site``."""
-    x, up = gate_up.float().chunk(2, -1)
+    return output_gradient(swiglu_gradient(d_activation, gate_up, gate), site)
+
+
+def swiglu_gradient(
+    d_activation: torch.Tensor, gate_up: torch.Tensor, gate: Gate = "silu"
+) -> torch.Tensor:
+    """[T, C] and [T, 2 C] -> the gradient of ``gate_up``, in its dtype."""
+    made = x, up = gate_up.float().chunk(2, -1)
+    if gate == "clamped_silu":
+        x, up = _clamped(x, up)
     dy = d_activation.float()
     sigmoid = 1.0 / (1.0 + torch.exp(-_exponent(x, gate)))
     active = x * sigmoid
     slope = active * (1.0 - sigmoid)
     if gate == "gelu_tanh":
         slope = slope * (_STEEP * (1.0 + 3 * _CUBIC * (x * x)))
-    d_gate = dy * up * (sigmoid + slope)
-    return output_gradient(torch.cat([d_gate, dy * active], -1).to(gate_up.dtype), site)
+    elif gate == "clamped_silu":
+        slope = slope * SWIGLU_ALPHA
+    d_gate, d_up = dy * up * (sigmoid + slope), dy * active
+    if gate == "clamped_silu":
+        d_gate.masked_fill_(made[0] > SWIGLU_LIMIT, 0.0)
+        d_up.masked_fill_(made[1].abs() > SWIGLU_LIMIT, 0.0)
+    return torch.cat([d_gate, d_up], -1).to(gate_up.dtype)

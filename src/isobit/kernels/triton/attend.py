@@ -246,7 +246,7 @@ class PackedAttention:
         return out.view(qkv.shape[0], -1), Attended(queries, keys, out, lse, transform.window)
 
     def backward(
-        self, attended: Attended, d_output: torch.Tensor
+        self, attended: Attended, d_output: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The gradient of [T, H D], BF16 -> dq [T, H, D], dk and dv [T, G, D]."""
         queries, keys, output = attended.queries, attended.keys, attended.output

@@ -29,6 +29,7 @@ import triton.language as tl
 
 from isobit.kernels.operands import (
     ExpertGradients,
+    Gate,
     LinearInput,
     LinearWeight,
     Operand,
@@ -131,6 +132,7 @@ def experts(
     routing: Routing,
     gate_up: LinearWeight,
     down: LinearWeight,
+    gate: Gate = "silu",
 ) -> torch.Tensor:
     """x [T, C] as ``gate_up`` reads it -> y BF16 [T, C]."""
     tokens, num_experts = routing.logits.shape
@@ -147,6 +149,7 @@ def experts_saving(
     routing: Routing,
     gate_up: LinearWeight,
     down: LinearWeight,
+    gate: Gate = "silu",
 ) -> tuple[torch.Tensor, SavedExperts]:
     """The same bits, and what the backward reads; ``x.saved`` is x itself, BF16 [T, C]."""
     assert isinstance(x.saved, torch.Tensor)
@@ -209,9 +212,11 @@ def experts_backward(
     routing: Routing,
     gate_up: LinearWeight,
     down: LinearWeight,
-    grads: ExpertGradients,
+    grads: ExpertGradients | None,
+    gate: Gate = "silu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dy BF16 [T, C] -> dx BF16 [T, C], and the gradient of the routing's weights, FP32 [T, k]."""
+    assert grads is not None, "support.model_problem refuses frozen experts"
     dispatch, num_experts = saved.dispatch, routing.logits.shape[1]
     as_bytes = products.as_bytes
     wide, narrow = (expert_site(weight, num_experts) for weight in (gate_up, down))
@@ -316,7 +321,12 @@ def choose(logits: torch.Tensor, top_k: int, renormalise: bool) -> Routing:
 
 
 def route(
-    products: type[Products], x: torch.Tensor, router: torch.Tensor, top_k: int, renormalise: bool
+    products: type[Products],
+    x: torch.Tensor,
+    router: torch.Tensor,
+    top_k: int,
+    renormalise: bool,
+    bias: torch.Tensor | None = None,
 ) -> Routing:
     """x BF16 [T, C], the published router BF16 [E, C] -> the choice."""
     logits = products.bf16_gemm_nt(x, router, dtype=torch.float32)
@@ -360,7 +370,8 @@ def route_backward(
     router: torch.Tensor,
     renormalise: bool,
     loss: RouterLoss | None,
-    grad: torch.Tensor,
+    grad: torch.Tensor | None,
+    bias_grad: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """d_weights FP32 [T, k], x BF16 [T, C] -> the gradient of x, BF16; adds to grad, FP32 [E, C].
     Both products are in FP32: they are small.
@@ -374,5 +385,6 @@ def route_backward(
     )  # fmt: skip
     if loss is not None:
         d_logits += logit_gradient(routing, loss)
-    grad += torch.mm(d_logits.t(), x.float())  # one finished sum, however cuBLAS cuts it
+    if grad is not None:
+        grad += torch.mm(d_logits.t(), x.float())  # one finished sum, however cuBLAS cuts it
     return torch.mm(d_logits, router.float()).to(x.dtype)

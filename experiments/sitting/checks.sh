@@ -1,0 +1,36 @@
+# GPU tests of both back ends and checks by commands, beside or in place of a queue (README.md): begun behind unpack.sh on cards that nothing else
+# uses, `CARDS="0 1 2 3" setsid bash experiments/sitting/checks.sh > /tmp/checks.log 2>&1 < /dev/null &`.  The last two cards have the tests of
+# several GPUs first.  wait.sh keeps the logs.  On four H200s all but those tests ended in 330 s, without kept kernels.
+. experiments/sitting/environment.sh
+cd $TREE || exit 1; export CUDA_MPS_PIPE_DIRECTORY=/tmp/none KEY=secret; cards=(${CARDS:-0 1 2 3}); touch /tmp/queue.log
+isobit() { python3 -m isobit.cli.main "$@"; }
+tests() { timeout -s INT -k 20 ${LIMIT:-900} python3 -m pytest -q -p no:cacheprovider --timeout 240 --tb short -rf "$@"; since "exit status $?"; }
+SEVERAL="tests/gpu/test_ranks.py tests/gpu/test_peer_copies.py tests/gpu/test_tensor_parallel.py"
+one_card() { ls tests/gpu/test_*.py | grep -vF "$(tr ' ' '\n' <<< $SEVERAL)"; }
+by_commands() {
+  isobit doctor; since "doctor: $?"
+  for one in qwen3-8b:int8:triton qwen3-8b:bf16:triton qwen3-8b:fp8:triton olmo2-1b:int8:hopper smollm3-3b:int8:hopper; do
+    IFS=: read -r shape flow back_end <<< $one
+    timeout 200 python3 -m isobit.cli.main verify --shape $shape --precision $flow --longest 2048 --back_end $back_end; since "$one: $?"
+  done
+}
+by_server() {
+  mkdir -p /tmp/pushed; isobit serve starter --device cuda --port 8123 --api-key env:KEY --allow-weight-updates /tmp/pushed --precision int8 & sleep 25
+  isobit train recipes/quickstart.toml --device cuda --async.max_staleness 2 --rollout.engine http --rollout.servers '["http://127.0.0.1:8123"]' \
+    --rollout.server_key env:KEY --output /tmp/free; since "trained: $?"; isobit replay /tmp/free; since "replayed: $?"; kill %%
+}
+timings() {
+  for one in hopper triton; do
+    for flow in int8 bf16; do
+      python3 -m benchmarks.rollout steps --precisions $flow --counts 32,256 --back-end $one --out /tmp/portable/$one
+      python3 -m benchmarks.training pass native $flow:4096x2:none --back-end $one --out /tmp/portable/$one; since "$one, $flow: $?"
+    done
+  done
+  tail -n +1 /tmp/portable/*/*
+}
+(CUDA_VISIBLE_DEVICES=${cards[0]} tests -n 14 $(one_card) > /tmp/hopper.log 2>&1) &
+(CUDA_VISIBLE_DEVICES=${cards[1]} timings > /tmp/timings.log 2>&1) &
+(CUDA_VISIBLE_DEVICES=${cards[2]},${cards[3]} tests -v -n 1 $SEVERAL > /tmp/several.log 2>&1
+CUDA_VISIBLE_DEVICES=${cards[2]} tests -n 14 --back-end triton $(one_card) > /tmp/portable.log 2>&1) &
+(export CUDA_VISIBLE_DEVICES=${cards[3]}; by_commands > /tmp/commands.log 2>&1; by_server > /tmp/server.log 2>&1) &
+wait; touch /tmp/queue.ended
