@@ -47,7 +47,8 @@ Work = Mapping[str, float]
 """What a phase does, by the names above."""
 PORTABLE_SHARE, PORTABLE_DECODE = 0.53, 0.78
 """Of the speed of Hopper's kernels, what the portable ones reached on an H200, 8B in INT8
-(benchmarks/results/portable): in a training pass, and in decode of 32 sequences, which waits for weights.
+(benchmarks/results/portable): in a training pass, and in decode of 32 sequences, which waits for
+weights.
 """
 _AGAIN: Mapping[Recompute, float] = {"none": 0.0, "mlp": 0.25, "full": 0.5}
 """The share of its elements that a layer sends to experts, or reads from them, once more."""
