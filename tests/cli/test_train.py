@@ -123,7 +123,7 @@ def test_a_dry_run_plans_for_gpus_that_are_not_here(tmp_path, capsys):
     [
         (
             ["--dry-run", "--gpu", "tpu"],
-            "the GPU 'tpu' is not known; known are h100, h200, or name",
+            "the GPU 'tpu' is not known; known are h100, h200, rtx3090",
         ),
         (
             ["--dry-run", "--gpus", "2"],

@@ -14,7 +14,7 @@ import torch
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import Recompute, TrainingConfig
-from isobit.memory.cache_size import RESERVE
+from isobit.memory.cache_size import reserve_of
 from isobit.memory.device import DevicePlanner
 from isobit.memory.sharing import DeviceSharing, HostMoments
 from isobit.models.config import ModelConfig
@@ -153,7 +153,7 @@ def test_a_phase_takes_what_is_planned(preset: str, recompute: Recompute, stays:
     planner = DevicePlanner(WIDE, policy.flow, backend.sizes, backend.memory.available())
     if not stays:
         needed = sum(planner.training_bytes(config, 8192, 8192).values())
-        planner = replace(planner, total=needed + RESERVE)
+        planner = replace(planner, total=needed + reserve_of(needed))
     plan = planner.plan(rollout, config, 8192)
     assert plan.engine_stays == stays
     engine = NativeEngine(policy, rollout, None, seed=0)

@@ -6,7 +6,7 @@ import pytest
 
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
-from isobit.memory.cache_size import choose_num_pages
+from isobit.memory.cache_size import choose_num_pages, reserve_of
 from isobit.models.policy import Policy, random_policy
 from isobit.util.errors import ConfigError
 from tests.tiny import tiny_model
@@ -35,9 +35,17 @@ def test_the_number_of_pages_is_as_configured_or_what_full_length_needs_within_m
 def test_a_device_without_room_for_a_page_is_told_with_what_takes_it(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ):
-    device = SimpleNamespace(release_cached=lambda: None, free=lambda: 3 << 30)
+    device = SimpleNamespace(
+        release_cached=lambda: None, free=lambda: 3 << 30, available=lambda: 80 << 30
+    )
     monkeypatch.setattr(type(policy.backend), "memory", device)
     with pytest.raises(ConfigError, match=r"3 GiB of .* free, .* \(4 GiB\): end what else runs"):
         choose_num_pages(policy, RolloutConfig())
     device.free = lambda: 8 << 30
     assert choose_num_pages(policy, RolloutConfig(max_sequences=10)) == 10 * 4
+
+
+def test_a_device_keeps_a_tenth_free_within_bounds() -> None:
+    sizes = {8: 2.0, 22.5: 2.25, 38.5: 3.85, 78: 4.0, 139: 4.0}
+    found = {total: reserve_of(int(total * (1 << 30))) / (1 << 30) for total in sizes}
+    assert found == pytest.approx(sizes)

@@ -19,7 +19,8 @@ from isobit.kernels.hopper import sizes
 from isobit.kernels.sizes import AttentionShape
 from isobit.memory.activations import passing_bytes, saved_bytes
 from isobit.memory.cache_size import RESERVE
-from isobit.memory.device import Card, DevicePlan, DevicePlanner, read_card
+from isobit.memory.cards import GPUS, read_card
+from isobit.memory.device import DevicePlan, DevicePlanner
 from isobit.memory.host import attended_tokens, share_of
 from isobit.models.config import Lora, ModelConfig, model_shape
 from isobit.models.decoder import decoder_shape, master_shapes, parameter_count
@@ -506,10 +507,11 @@ def test_processes_that_share_an_engine_have_a_part_of_its_matrices_and_of_its_c
 
 
 def test_a_card_is_named_or_measured_in_gib() -> None:
-    assert read_card("H200") == read_card("h200") == Card("H200", 139 * GIB)
+    assert read_card("H200") == read_card("h200") == GPUS["h200"]
+    assert (GPUS["h200"].name, GPUS["h200"].total) == ("H200", 139 * GIB)
     assert read_card("79.2").total == int(79.2 * GIB)
     for wrong in ("tpu", "", "0", "-5", "nan", "inf", "1e300"):
         with pytest.raises(
-            ConfigError, match=r"is not known; known are h100, h200, or name the GiB"
+            ConfigError, match=r"is not known; known are h100, h200, .*b200, or name the GiB"
         ):
             read_card(wrong)

@@ -11,7 +11,8 @@ from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import TrainingConfig
 from isobit.kernels.hopper import sizes
-from isobit.memory.device import GPUS, DevicePlanner
+from isobit.memory.cards import GPUS
+from isobit.memory.device import DevicePlanner
 from isobit.models.config import Lora, ModelConfig, model_shape
 from isobit.models.decoder import decoder_shape
 from isobit.precision.flow import build_flow
@@ -75,7 +76,7 @@ def refused(made: DevicePlanner, longest: int, rollout: Any = None, **training: 
 
 def test_adapters_of_70b_on_eight_h100s() -> None:
     """Neither as many GPUs as there are, nor settings under which nothing could be drawn."""
-    text = refused(planner(LORA_70B, GPUS["h100"], 8), 8201, tokens_per_microbatch=8192)
+    text = refused(planner(LORA_70B, GPUS["h100"].total, 8), 8201, tokens_per_microbatch=8192)
     assert "more GPUs do not help: each has all of published weights 68.5 GiB + " in text
     assert "cluster.processes" not in text
     assert "take sequences of no more" in text and "rollout.max_batched_tokens = " in text
@@ -94,15 +95,15 @@ CASES = {
     ),
     "8B, a cache alone": (planner(QWEN3_8B, H200), 4096, {"moments": "bf16"}, {"kv_pages": 10**6}),
     "8B, 128k": (planner(LONG_8B, H200), 131072, {}, {}),
-    "8B, 128k, eight": (planner(LONG_8B, GPUS["h100"], 8), 131072, {}, {}),
+    "8B, 128k, eight": (planner(LONG_8B, GPUS["h100"].total, 8), 131072, {}, {}),
     "8B, 24 GiB": (planner(QWEN3_8B, 24 * GIB), 2048, {}, {}),
     "8B, 9 GiB": (planner(LORA_8B, 9 * GIB), 2048, {}, {}),
     "adapters, 24 GiB": (planner(LORA_8B, 24 * GIB), 2048, {}, {}),
     "32B": (planner(model_shape("qwen3-32b"), H200), 4096, {}, {}),
     "32B, four": (planner(model_shape("qwen3-32b"), H200, 4), 4096, {}, {}),
-    "70B, adapters, eight": (planner(LORA_70B, GPUS["h100"], 8), 8201, {}, {}),
+    "70B, adapters, eight": (planner(LORA_70B, GPUS["h100"].total, 8), 8201, {}, {}),
     "70B, adapters, its advice": (
-        planner(LORA_70B, GPUS["h100"], 8),
+        planner(LORA_70B, GPUS["h100"].total, 8),
         2057,
         {"recompute": "full", "moments": "fp8", "tokens_per_microbatch": 2304},
         {},
@@ -113,7 +114,7 @@ CASES = {
 def offers(text: str) -> list[str]:
     """The clauses of a refusal that name a setting that would do."""
     first = text.splitlines()[0].split("; ")
-    ways = r"(largest .* that fits|fit with|it fits|fit on an|set cluster|the most that any)"
+    ways = r"(largest .* that fits|fit with|it fits|fit on an?|set cluster|the most that any)"
     return [clause for clause in first if re.search(ways, clause)]
 
 
@@ -130,8 +131,8 @@ def test_each_way_out_works(case: str) -> None:
             new[table][key] = int(value) if value.isdigit() else plain
         for key in re.findall(r"rollout\.(\w+) left out", clause):
             del new["rollout"][key]
-        if found := re.search(r"fit on an (\w+)", clause):
-            planner = replace(made, total=GPUS[found[1].lower()])
+        if found := re.search(r"fit on an? ([\w-]+)", clause):
+            planner = replace(made, total=GPUS[found[1].lower()].total)
         if found := re.search(r"cluster\.processes = (\d+)", clause):
             planner = replace(made, processes=int(found[1]))
         if found := re.search(r"any setting holds are ([\d,]+)", clause):
@@ -167,6 +168,6 @@ def test_a_way_out_is_looked_for_in_few_steps(monkeypatch: pytest.MonkeyPatch) -
 def test_where_no_setting_helps_that_is_said() -> None:
     text = refused(planner(model_shape("qwen3-0.6b"), 4 * GIB), 2048)
     assert "no setting makes this model's training fit on this GPU" in text
-    assert "fit on an H100 (78 GiB)" in text
-    text = refused(planner(QWEN3_8B, GPUS["h200"] // 12, 8), 2048)
+    assert "fit on an RTX3090 (22.5 GiB)" in text
+    text = refused(planner(QWEN3_8B, GPUS["h200"].total // 12, 8), 2048)
     assert "8 GPUs" in text and "take a smaller model" not in text

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.memory import RESULTS, speed_rows, whole_steps
+from isobit.memory.cards import read_card
 from isobit.memory.speed import (
     ROWS,
     Decoding,
@@ -104,18 +105,18 @@ def test_int8_takes_as_much_longer_than_fp8_as_its_rows() -> None:
     assert step.training == pytest.approx(speed.training.int8 * plain.training)
     assert 1 < step.rollout / plain.rollout < max(speed.decode.int8, speed.forward.int8) + 0.01
     note = f"INT8 as FP8 times {speed.decode.int8:.2f} (decode)"
-    assert note in "\n".join(describe_step(step, 100, "H200", 1))
-    assert note not in "\n".join(describe_step(plain, 100, "H200", 1))
+    assert note in "\n".join(describe_step(step, 100, read_card("h200"), 1))
+    assert note not in "\n".join(describe_step(plain, 100, read_card("h200"), 1))
     scored = replace(STEP, scored=(SpeedShape.named("qwen3-8b", "int8-linear"),))
     assert estimate_step(scored).has_int8
 
 
 def test_lines_say_what_an_estimate_rests_on() -> None:
     step = estimate_step(STEP)
-    text = "\n".join(describe_step(step, 100, "H200", 1))
+    text = "\n".join(describe_step(step, 100, read_card("h200"), 1))
     assert "hours for 100 steps" in text and "generated" in text and "NVIDIA H200" in text
     assert f"within {measured_speed().error:.0%}" in text and "no row" not in text
-    text = "\n".join(describe_step(step, None, "79-GiB GPU", 8))
+    text = "\n".join(describe_step(step, None, read_card("79"), 8))
     assert "no row is of a card like this one (79-GiB GPU)" in text
     assert "as 2 GPUs scale" in text and "steps" not in text.splitlines()[0]
 

@@ -14,9 +14,8 @@ import torch
 
 from isobit.config.commands import InspectConfig
 from isobit.config.precision import PrecisionConfig
-from isobit.kernels.backend import support
 from isobit.kernels.spec.quantise import dequantise_int8, publish, quantise_blocks
-from isobit.memory.device import GPUS
+from isobit.memory.cards import GPUS, read_card
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import build_decoder
 from isobit.models.policy import Policy, random_policy
@@ -253,13 +252,13 @@ def test_the_text_fits_a_terminal(folder: Path, gpu: str | None) -> None:
 def test_what_does_not_fit_a_gpu_is_said_and_the_rest_shown() -> None:
     def figures_of(config: ModelConfig, gpu: str) -> GpuFigures:
         flow = build_flow(PrecisionConfig(preset="fp8"), build_decoder(config).shape)
-        return gpu_figures(config, flow, support("cuda").sizes, gpu, 4096)
+        return gpu_figures(config, flow, read_card(gpu), 4096)
 
     small = replace(model_shape("qwen3-0.6b"), num_layers=4)
     large = replace(small, hidden_size=16384, intermediate_size=81920)
     figures = figures_of(large, "h100")
     assert figures.training is None and "take a smaller model" in figures.problem
-    assert sum(figures.generating.values()) < GPUS["h100"] and figures.cached_tokens > 100_000
+    assert sum(figures.generating.values()) < GPUS["h100"].total and figures.cached_tokens > 100_000
     fits = figures_of(small, "h100")
     assert fits.training is not None and not fits.problem
     with pytest.raises(ConfigError, match="'tpu' is not known; known are h100, h200"):

@@ -14,7 +14,8 @@ from isobit.commands import dry_run
 from isobit.commands.dry_run import DryRun, plan_training
 from isobit.config.recipes import RunConfig
 from isobit.kernels.backend import support
-from isobit.memory.device import Card, DevicePlan, read_card
+from isobit.memory.cards import Card, read_card
+from isobit.memory.device import DevicePlan
 from isobit.memory.host import MemoryEstimate
 from isobit.models import policy
 from isobit.run import model_source
@@ -227,6 +228,10 @@ def test_an_estimate_on_another_card_or_of_a_reference_says_so(
     plain, text = time()
     assert "no row is of a card like this one" not in text
     assert "no row is of a card like this one (H100)" in time("h100")[1]
+    slow, text = time("rtx4090", precision="int8")
+    assert slow > 1.2 * time(precision="int8")[0] and "scaled by data sheets" in text
+    with pytest.raises(ConfigError, match="back_end = 'hopper', and --gpu RTX4090"):
+        time("rtx4090", back_end="hopper")
     assert 0.9 * plain < time(shared=True)[0] < plain, "prompts of few tokens"
     with_reference, text = time(algorithm={"name": "grpo", "kl_coefficient": 0.1})
     assert with_reference > plain and "scoring" in text
@@ -235,6 +240,51 @@ def test_an_estimate_on_another_card_or_of_a_reference_says_so(
     lagging: dict[str, Any] = {"async": {"lag": 1}}
     apart = time(cluster={"processes": 4, "rollouters": 2}, **lagging)[0]
     assert max(together, apart) < plain
+
+
+SMALL_CARDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adapters of 8B": (
+        "qwen3-8b",
+        {"lora": {"rank": 32}, "training": {"recompute": "mlp", "tokens_per_microbatch": 4096}},
+    ),
+    "all weights of 1.7B": (
+        "qwen3-0.6b",
+        {
+            "training": {
+                "moments": "fp8", "recompute": "full", "tokens_per_microbatch": 1024,
+            }
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", ["rtx3090", "rtx4090"])
+@pytest.mark.parametrize("case", SMALL_CARDS)
+def test_small_cards_hold_what_the_page_on_memory_says(
+    case: str, gpu: str, make_config: MakeConfig, config_alone: Callable[[str], Path]
+) -> None:
+    shape, settings = SMALL_CARDS[case]
+    folder, longest = config_alone(shape), 4096
+    if case == "all weights of 1.7B":
+        file, longest = folder / "config.json", 1024
+        values = json.loads(file.read_text()) | {"hidden_size": 2048, "intermediate_size": 6144}
+        file.write_text(json.dumps(values))
+    training = {"prompts_per_step": 8, "samples_per_prompt": 8, **settings["training"]}
+    config = make_config(
+        model=str(folder),
+        precision="int8",
+        rollout={"max_new_tokens": longest - 80},
+        **settings | {"training": training},
+    )
+    made = plan_elsewhere(config, read_card(gpu))
+    assert isinstance(made.memory, DevicePlan)
+    assert made.memory.total == 22.5 * (1 << 30)
+    assert made.memory.tokens == training["tokens_per_microbatch"]
+    assert 0.9 * longest < made.plan.longest <= longest
+    tokens = made.memory.pages * made.memory.page_tokens
+    assert tokens > 8 * longest, "eight sequences at once"
+    text = "\n".join(made.describe(None))
+    assert f"on 1 x {gpu.upper()} it fits (back end triton; its memory and speed are est" in text
 
 
 @pytest.mark.parametrize(

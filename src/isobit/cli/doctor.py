@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobit.cli.options import JSON, Command, option, path_value
+from isobit.cli.options import JSON, Command, check_directory, option, path_value
 from isobit.cli.start import starting
 from isobit.util.strict_json import json_text
 
@@ -23,6 +23,12 @@ _COMMAND = Command(
             path_value,
             default=Path(),
         ),
+        option(
+            "--report FILE",
+            "also write it as JSON to attach to an issue, with versions, the GPU and the digest of "
+            "the kernels, without paths and names of users and hosts",
+            path_value,
+        ),
         JSON,
     ],
     keeps_lines=True,
@@ -32,6 +38,8 @@ _MARKS = {"pass": "pass", "warn": "WARN", "fail": "FAIL"}
 
 def run_doctor(arguments: Sequence[str]) -> int:
     options = _COMMAND.read(arguments)
+    if options.report is not None:
+        check_directory(options.report, "--report")
 
     with starting():
         from isobit.proof.doctor import examine
@@ -41,6 +49,10 @@ def run_doctor(arguments: Sequence[str]) -> int:
         if options.json
         else examine(options.directory, _announce, _print_finding)
     )
+    if options.report is not None:
+        from isobit.proof.doctor_report import write_report
+
+        write_report(result, options.directory, options.report)
     if options.json:
         print(json_text(result.as_json(), indent=2))
         return result.exit_code
@@ -50,6 +62,8 @@ def run_doctor(arguments: Sequence[str]) -> int:
     )
     for line in result.runs_here:
         print(line)
+    if options.report is not None:
+        print(f"{options.report} can be attached to an issue; read it first")
     return result.exit_code
 
 

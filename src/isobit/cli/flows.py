@@ -9,6 +9,7 @@ from typing import Any
 from isobit.cli.eval import MAX_NEW_TOKENS, PROBLEMS, SPLIT, data_option, evaluation_source
 from isobit.cli.options import (
     FOLDER,
+    GPU_NAMES,
     JSON,
     NO_CHAT,
     SEED,
@@ -70,7 +71,7 @@ _COMMAND = Command(
         ),
         option(
             "--gpu NAME",
-            "memory and estimated speed on such a GPU too (h100, h200, or its GiB); without "
+            f"memory and estimated speed on such a GPU too: {GPU_NAMES}; without "
             "--data nothing else is found",
         ),
         MAX_NEW_TOKENS,
@@ -90,7 +91,7 @@ def run_flows(arguments: Sequence[str]) -> int:
             "--data is missing: name the prompts to answer, or, for memory and estimated speed "
             "alone, a GPU (--gpu h200)"
         )
-    from isobit.memory.device import read_card
+    from isobit.memory.cards import read_card
 
     config = _COMMAND.settings(RunConfig, options, overrides, **_tables(options))
     if "precision" in config.model_fields_set:

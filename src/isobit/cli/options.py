@@ -208,10 +208,16 @@ NO_CHAT = option("--no-chat", "take prompts as they stand, without the tokenizer
 JSON = option("--json", "print a JSON object instead of text")
 
 
+GPU_NAMES = (
+    "h100, h200, a100-40, a100-80, l40s, rtx3090, rtx4090, rtx5090, b200, or the GiB that a "
+    "process has of it"
+)
+
+
 def gpu_options(help: str) -> list[Option]:
     """``--gpu NAME``, with what it is for, and ``--gpus N``."""
     return [
-        option("--gpu NAME", f"{help}h100, h200, or the GiB that a process has of it"),
+        option("--gpu NAME", f"{help}{GPU_NAMES}"),
         option("--gpus N", "with --gpu: how many of them train together", whole(1, MAX_PROCESSES)),
     ]
 
@@ -247,8 +253,9 @@ def check_new(path: Path) -> None:
     check_directory(path)
 
 
-def check_directory(path: Path) -> None:
+def check_directory(path: Path, flag: str = "--out") -> None:
     if not path.parent.is_dir():
         raise ConfigError(
-            f"--out is {str(path)!r}, but there is no directory {str(path.parent)!r}; make it first"
+            f"{flag} is {str(path)!r}, but there is no directory {str(path.parent)!r}; make it "
+            "first"
         )

@@ -38,7 +38,7 @@ from isobit.util.terminal import tell
 
 if TYPE_CHECKING:
     from isobit.commands.dry_run import DryRun
-    from isobit.memory.device import Card
+    from isobit.memory.cards import Card
     from isobit.parallel.world import World
     from isobit.run.plan import Plan
     from isobit.run.resolved import ResolvedRecipe
@@ -234,7 +234,7 @@ def _card(options: Namespace) -> "Card | None":
     if options.resume:
         raise ConfigError("--gpu plans a new run, and --resume goes on with one: leave one out")
     with starting():
-        from isobit.memory.device import read_card
+        from isobit.memory.cards import read_card
     return read_card(options.gpu)
 
 

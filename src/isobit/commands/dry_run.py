@@ -18,10 +18,11 @@ from isobit.config.load import dump_config
 from isobit.config.recipes import Recipe, RunConfig
 from isobit.config.reward import RewardConfig
 from isobit.config.training import TrainingConfig
-from isobit.kernels.backend import support, use_back_end
+from isobit.kernels.backend import back_end_of
 from isobit.kernels.sizes import Sizes
 from isobit.memory.cache_size import num_pages_for
-from isobit.memory.device import Card, DevicePlan
+from isobit.memory.cards import Card, card_here, support_for
+from isobit.memory.device import DevicePlan
 from isobit.memory.host import MemoryEstimate, estimate_memory, microbatch_tokens
 from isobit.memory.speed import SpeedShape, StepTime, StepWork, describe_step, estimate_step
 from isobit.models.checkpoint import weight_files
@@ -61,8 +62,8 @@ class DryRun:
     """Processes that train together."""
     time: StepTime | None
     """None on a CPU, of which there are no rows to estimate from."""
-    card: str
-    """The GPU's name; empty on a CPU."""
+    card: Card | None
+    """The GPU; None on a CPU."""
     disk: DiskPlan
     here: bool
     """Whether the run is planned for this machine."""
@@ -76,9 +77,10 @@ class DryRun:
         model, what is learnt, the rewards and the disk; with ``verbose`` also the precision flow
         and the resolved recipe.
         """
-        plan, cluster = self.plan, self.plan.config.cluster
+        plan, cluster, card = self.plan, self.plan.config.cluster, self.card
+        note = card.note() if card is not None and not self.here else ""
         lines = [
-            *([f"on {cluster.processes} x {self.card} it fits"] if self.card else []),
+            *([f"on {cluster.processes} x {card.name} it fits{note}"] if card else []),
             *(
                 self.memory.describe()
                 if isinstance(self.memory, DevicePlan)
@@ -86,8 +88,8 @@ class DryRun:
             ),
             *describe_rounds(plan, self.processes),
         ]
-        if self.time is not None:
-            lines += describe_step(self.time, plan.training.steps, self.card, cluster.processes)
+        if self.time is not None and card is not None:
+            lines += describe_step(self.time, plan.training.steps, card, cluster.processes)
         lines += [
             self._describe_model(),
             *plan.learning,
@@ -135,20 +137,25 @@ def plan_training(
     rewards = describe_rewards(config.reward)
     model = plan.model.config
     flow = build_flow(config.precision, decoder_shape(model))
+    here = card is None
+    if card is not None:
+        card = card.by(config.back_end)
     device = _device_here(plan) if card is None else _planned_device(plan, card)
     start: list[str] = []
     if resume:
         preview(config, plan.inputs, device, allowed, start.append)
-    cluster, back_end = plan.config.cluster, support(device.type)
+    cluster, back_end = plan.config.cluster, support_for(device.type, card)
     check_shared_by(cluster.processes, cluster.rollout_tp)
     processes = cluster.processes - cluster.rollouters
     time = None
-    name = ""
     if back_end.has_own_memory:
         memory = plan_device_memory(plan, device, processes, cluster.processes, card=card)
         pages = memory.pages if plan.samples_here else _AT_SERVERS
-        time = estimate_step(_step_work(plan, memory, device, card))
-        name = card.name if card is not None else back_end.device_model(device) or ""
+        work = _step_work(plan, memory, device, card)
+        if card is None:
+            name = back_end.device_model(device) or ""
+            card = card_here(name, memory.total, back_end_of(device.type))
+        time = estimate_step(work, card)
     else:
         memory = _plan_main_memory(plan, flow, back_end.sizes, processes)
         cached = with_heads_of_a_rank(model, cluster.rollout_tp)
@@ -162,14 +169,13 @@ def plan_training(
     disk = plan_disk(
         config,
         model,
-        folders_by_step(RunDirectory(config.output).checkpoints) if card is None else (),
+        folders_by_step(RunDirectory(config.output).checkpoints) if here else (),
         plan.extra_bytes,
     )
-    if card is None:
+    if here:
         disk.check()
-    size = _weight_bytes(plan, tolerant=card is not None)
-    here = card is None
-    return DryRun(plan, size, flow, memory, processes, time, name, disk, here, rewards, start)
+    size = _weight_bytes(plan, tolerant=not here)
+    return DryRun(plan, size, flow, memory, processes, time, card, disk, here, rewards, start)
 
 
 def _device_here(plan: AnyPlan) -> torch.device:
@@ -180,7 +186,7 @@ def _device_here(plan: AnyPlan) -> torch.device:
         if plan.config.device != "cuda":
             raise
         raise ConfigError(
-            f"{error}, or plan for a GPU that is elsewhere: --gpu h100 or h200, and --gpus N"
+            f"{error}, or plan for a GPU that is elsewhere: --gpu NAME and --gpus N"
         ) from None
 
 
@@ -188,9 +194,8 @@ def _planned_device(plan: AnyPlan, card: Card) -> torch.device:
     """The device of a GPU that need not be here.  Raises ConfigError for a model that it does not
     compute.
     """
-    use_back_end(plan.config.back_end)
     needs = model_needs(plan.model.config, plan.config.precision.preset)
-    problem = support("cuda").model_problem(needs)
+    problem = support_for("cuda", card).model_problem(needs)
     if problem is not None:
         raise ConfigError(f"--gpu {card.name} cannot run this: {problem}; leave --gpu out")
     return torch.device("cuda")

@@ -29,8 +29,8 @@ from isobit.config.rules import check_has_sets, check_reward, check_samples
 from isobit.data.encoding import token_ids
 from isobit.kernels.backend import support, use_back_end
 from isobit.memory.activations import published_bytes
-from isobit.memory.cache_size import RESERVE
-from isobit.memory.device import Card
+from isobit.memory.cache_size import reserve_of
+from isobit.memory.cards import Card, support_for
 from isobit.memory.speed import SpeedShape, StepWork, estimate_step
 from isobit.models.decoder import decoder_shape, layer_parameters
 from isobit.models.folder import (
@@ -265,6 +265,7 @@ def compare_flows(
     grading raise.
     """
     check_ranks(config.cluster.rollout_tp, ALONE)
+    card = None if card is None else card.by(config.back_end)
     described = describe_model(model)
     shape = described.config
     figures = [_planned(one, described, config, card) for one in _in_order(flows)]
@@ -276,6 +277,7 @@ def compare_flows(
         layer_parameters=layer_parameters(shape),
         by_size=read_by_size(),
         card="" if card is None else card.name,
+        card_note="" if card is None else card.note(),
     )
     requests: list[Request] = []
     if config.data.eval or card is None:
@@ -321,9 +323,10 @@ def _planned(
     shape = model.config
     flow = build_flow(precision, decoder_shape(shape))
     base = PrecisionConfig(preset="bf16")
-    use_back_end(config.back_end)
+    if card is None:
+        use_back_end(config.back_end)
     device = "cuda" if card is not None else choose_device(config.device, shape, base).type
-    sizes = support(device).sizes
+    sizes = support_for(device, card).sizes
     page = sizes.page_bytes(shape, flow)
     weights = published_bytes(shape, flow, sizes)
     return FlowFigures(precision, flow, weights, page // sizes.page_tokens)
@@ -355,7 +358,7 @@ def _described(work: StepWork) -> str:
 
 def _estimated(one: FlowFigures, step: StepWork, card: Card) -> FlowFigures:
     """The figures with the times that ``isobit.memory.speed`` estimates."""
-    left = card.total - RESERVE - one.weight_bytes
+    left = card.total - reserve_of(card.total) - one.weight_bytes
     if left < one.kv_bytes * step.length:
         raise ConfigError(
             f"the weights in {one.name} take {gib(one.weight_bytes)}, and no answer fits beside "
@@ -363,4 +366,4 @@ def _estimated(one: FlowFigures, step: StepWork, card: Card) -> FlowFigures:
         )
     shape = SpeedShape(step.shape.config, one.flow)
     work = replace(step, shape=shape, cached_tokens=left / one.kv_bytes)
-    return replace(one, estimate=estimate_step(work).as_json())
+    return replace(one, estimate=estimate_step(work, card).as_json())

@@ -448,8 +448,10 @@ class Backend(Protocol):
         """Operation -> the library that runs it and, where that is a fallback, why."""
         ...
 
-    def fallbacks(self) -> Sequence[str]:
-        """Lines to print once about slower libraries in use."""
+    def fallbacks(self, flow: PrecisionFlow) -> Sequence[str]:
+        """Lines to print once about what is slower here than it might be in this flow: libraries
+        that stand in for others, and products in another format than the flow's.
+        """
         ...
 
     # For proofs
@@ -531,6 +533,10 @@ class Support(Protocol):
         """The device's name; None where that is the host's processor."""
         ...
 
+    def figures(self, device: torch.device) -> Mapping[str, str | int]:
+        """What a report says of the device; nothing of the host's processor."""
+        ...
+
     def device_class(self, device: torch.device) -> str:
         """What names device and back end in a class of bits: cpu, cuda-sm90-hopper."""
         ...
@@ -587,9 +593,9 @@ def back_end_of(device_type: str) -> str:
     return next(one for one in _BACK_ENDS[device_type] if _support(one).is_preferred())
 
 
-def support(device_type: str) -> Support:
-    """The ``Support`` of a device, without its kernels."""
-    return _support(back_end_of(device_type))
+def support(device_type: str, back_end: str = "auto") -> Support:
+    """The ``Support`` of a device, without its kernels; or of a back end, for plans alone."""
+    return _support(back_end_of(device_type) if back_end == "auto" else back_end)
 
 
 def _support(folder: str) -> Support:

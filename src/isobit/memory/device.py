@@ -22,7 +22,7 @@ is then the larger of two moments,
 Of processes that share an engine each publishes its rows of the layers' matrices, and gathers those
 of one layer; for a rollout it copies its rows of lm_head.
 
-``RESERVE`` is left free for captured graphs, kernels, gaps between torch's blocks, and the
+``reserve_of`` it is left free for captured graphs, kernels, gaps between torch's blocks, and the
 workspaces of libraries. Those of cuBLAS, some 32 MiB for each thread and stream, are in what torch
 measures: nearly all of what a tiny model takes.
 """
@@ -44,7 +44,8 @@ from isobit.memory.activations import (
     scoring_bytes,
     shared_bytes,
 )
-from isobit.memory.cache_size import RESERVE, forward_bytes, num_pages_within, pages_for
+from isobit.memory.cache_size import forward_bytes, num_pages_within, pages_for, reserve_of
+from isobit.memory.cards import GPUS
 from isobit.memory.host import Share, attended_tokens, microbatch_tokens, share_of
 from isobit.memory.refusal import Refusal
 from isobit.models.config import ModelConfig
@@ -96,8 +97,9 @@ class DevicePlan:
         phases = self._phases.values()
         names = dict.fromkeys(name for phase in phases for name in phase)
         rows = [(name, [phase.get(name, 0) for phase in phases]) for name in names]
-        rows.append(("reserve", [RESERVE for _ in phases]))
-        rows.append(("together", [peak + RESERVE for peak in self.peaks.values()]))
+        reserve = reserve_of(self.total)
+        rows.append(("reserve", [reserve for _ in phases]))
+        rows.append(("together", [peak + reserve for peak in self.peaks.values()]))
         whose = "device memory" if self.processes == 1 else "each process's device"
         title = f"{whose}, of {gib(self.total)}:"
         lines = [f"{title:<32}" + "".join(f"{name:>13}" for name in self._phases)]
@@ -139,6 +141,11 @@ class DevicePlanner:
     copied: int = 0  # bytes of the weights that another engine has for itself
     rollout_tp: int = 1  # processes that share an engine
 
+    @property
+    def planned(self) -> int:
+        """Bytes that can be planned with."""
+        return max(0, self.total - reserve_of(self.total))
+
     def plan(
         self, rollout: RolloutConfig | None, training: TrainingConfig, longest: int
     ) -> DevicePlan:
@@ -149,7 +156,7 @@ class DevicePlanner:
         tokens = microbatch_tokens(training, longest)
         needed = self.training_bytes(training, tokens, longest)
         refusal = Refusal(self, rollout, training, longest, GPUS)
-        if sum(needed.values()) + RESERVE > self.total:
+        if sum(needed.values()) > self.planned:
             raise ConfigError(refusal.of_training())
         page_tokens = self.sizes.page_tokens
         host = page_locked_bytes(self.frozen, self.sizes)
@@ -158,7 +165,7 @@ class DevicePlanner:
         if rollout is None:
             return DevicePlan({}, needed, self.total, 0, page_tokens, tokens, host, self.processes)
         standing = self.rollout_bytes(rollout, training)
-        available = self.total - RESERVE - sum(standing.values())
+        available = self.planned - sum(standing.values())
         wanted, page = self.wanted_cache(rollout, longest), self._page_bytes
         if wanted > available:
             raise ConfigError(refusal.of_the_cache(wanted, available, page))
@@ -166,7 +173,7 @@ class DevicePlanner:
         standing[CACHE] = pages * page
         both = needed | self._copy | {CACHE: standing[CACHE]}
         # several processes capture the same steps at the same time, or wait for each other
-        if self.processes == 1 and sum(both.values()) + RESERVE <= self.total:
+        if self.processes == 1 and sum(both.values()) <= self.planned:
             needed = both
         return DevicePlan(
             standing, needed, self.total, pages, page_tokens, tokens, host, self.processes
@@ -285,9 +292,9 @@ class DevicePlanner:
         """The most tokens whose training fits; 0 if none do."""
 
         def needed(tokens: int) -> int:
-            return sum(self.training_bytes(training, tokens, longest).values()) + RESERVE
+            return sum(self.training_bytes(training, tokens, longest).values())
 
-        return bisect_right(range(1, _MOST_TOKENS), self.total, key=needed)
+        return bisect_right(range(1, _MOST_TOKENS), self.planned, key=needed)
 
     def _num_pages(self, rollout: RolloutConfig, wanted: int, available: int) -> int:
         if rollout.kv_pages is not None:
@@ -295,35 +302,3 @@ class DevicePlanner:
         memory = wanted if rollout.kv_memory_gib is not None else available
         page_tokens = self.sizes.page_tokens
         return num_pages_within(self.shape, rollout, page_tokens, self._page_bytes, memory)
-
-
-_GIB = 1 << 30
-GPUS: dict[str, int] = {"h100": 78 * _GIB, "h200": 139 * _GIB}
-"""Bytes that a process finds free on a GPU that nobody else uses, for plans on a machine without
-one. That of an H200 is measured (docs/memory.md: 138.7 to 139.3 of 139.8 GiB); an H100 has 79.2
-GiB, and the driver keeps about as much.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """A GPU that is planned for, and need not be there."""
-
-    name: str
-    total: int  # bytes that a process can have
-
-
-def read_card(text: str) -> Card:
-    """``h100``, ``h200``, or the GiB that a process has. Raises ConfigError for another word."""
-    if (total := GPUS.get(text.lower())) is not None:
-        return Card(text.upper(), total)
-    try:
-        gib_of_it = float(text)
-    except ValueError:
-        gib_of_it = 0.0
-    if not 0 < gib_of_it < 1 << 20:
-        raise ConfigError(
-            f"the GPU {text!r} is not known; known are {', '.join(GPUS)}, or name the GiB that a "
-            "process has of it, for example 79.2"
-        )
-    return Card(f"{gib_of_it:g}-GiB GPU", int(gib_of_it * _GIB))

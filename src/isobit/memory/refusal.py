@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import Recompute, TrainingConfig
-from isobit.memory.cache_size import RESERVE, batched_tokens
+from isobit.memory.cache_size import batched_tokens, reserve_of
+from isobit.memory.cards import Card, support_for
 from isobit.memory.host import microbatch_tokens
 from isobit.training.optimiser import smaller_moments
 from isobit.util.terminal import gib
@@ -41,8 +42,8 @@ class Refusal:
     rollout: RolloutConfig | None
     training: TrainingConfig
     longest: int
-    cards: Mapping[str, int]
-    """Bytes of the cards that are known, by name."""
+    cards: Mapping[str, Card]
+    """Those that are known, by name."""
 
     @property
     def tokens(self) -> int:
@@ -54,7 +55,7 @@ class Refusal:
         needed = sum(self.planner.training_bytes(self.training, self.tokens, self.longest).values())
         return self._with_table(
             f"training a micro-batch of {self.tokens:,} tokens would take {gib(needed)} of the "
-            f"device's memory, and {gib(max(self.planner.total - RESERVE, 0))} can be planned with",
+            f"device's memory, and {gib(self.planner.planned)} can be planned with",
             self._as_set(),
             *self._ways_of_training(),
         )
@@ -66,9 +67,10 @@ class Refusal:
         most = f"{left / (1 << 30):.3g} GiB"
         if self.rollout.kv_pages is not None:
             key, most = "rollout.kv_pages", f"{left // page:,} pages"
+        reserve = reserve_of(self.planner.total)
         said = (
             f"the KV cache would take {gib(wanted)} of the device's memory, and beside the "
-            f"weights, a forward and {gib(RESERVE)} of reserve there is room for {gib(left)} (of "
+            f"weights, a forward and {gib(reserve)} of reserve there is room for {gib(left)} (of "
             f"sequences of up to {self.longest:,} tokens)"
         )
         is_set = self.rollout.kv_pages is not None or self.rollout.kv_memory_gib is not None
@@ -137,8 +139,9 @@ class Refusal:
         if also is None:
             return None
         settings = _text({**offload, **_new(changes, self.training), **also})
+        beside = f", with {settings}" if settings else ""
         shorter = ": take sequences of no more" if most < self.longest else ""
-        return f"the most that any setting holds are {most:,}, with {settings}{shorter}"
+        return f"the most that any setting holds are {most:,}{beside}{shorter}"
 
     def _on_more_gpus(self) -> Iterator[str]:
         """The least number of GPUs with the settings as they are, and a smaller one with others."""
@@ -165,17 +168,25 @@ class Refusal:
         """Whether what each of any number of GPUs has whole would fit, with the least settings."""
         training = _changed(self.training, self._smaller_settings()[-1])
         least = self.planner.whole(training, self.tokens, self.longest)
-        return sum(least.values()) + RESERVE <= self.planner.total
+        return sum(least.values()) <= self.planner.planned
 
     def _fits_on(self, count: int, changes: Sequence[Changes]) -> bool:
         return self._change(replace(self.planner, processes=count), changes) is not None
 
     def _on_a_larger_card(self) -> Iterator[str]:
-        larger = {name: size for name, size in self.cards.items() if size > self.planner.total}
-        for name, size in sorted(larger.items(), key=lambda one: one[1])[:1]:
-            settings = self._way(replace(self.planner, total=size), self._smaller_settings())
+        """The smallest that is large enough."""
+        changes = self._smaller_settings()
+        training, (away, _) = _changed(self.training, changes[-1]), self._offloaded(self.planner)
+        least = sum(away.training_bytes(training, self.tokens, self.longest).values())
+        for card in sorted(self.cards.values(), key=lambda card: card.total):
+            planner = replace(self.planner, total=card.total, sizes=support_for("cuda", card).sizes)
+            if card.total <= self.planner.total or planner.planned < least:
+                continue
+            settings = self._way(planner, changes)
             if settings is not None:
-                yield f"{self.tokens:,} fit on an {name.upper()} ({gib(size)}) with {settings}"
+                where = f"{card.article} {card.name} ({gib(card.total)})"
+                yield f"{self.tokens:,} fit on {where} with {settings}"
+                return
 
     def _whole_on_every_gpu(self) -> str:
         """What more GPUs do not lower, with the settings that take least."""
@@ -210,7 +221,7 @@ class Refusal:
         for change in changes:
             training = _changed(self.training, change)
             needed = planner.training_bytes(training, self.tokens, self.longest)
-            if sum(needed.values()) + RESERVE > planner.total:
+            if sum(needed.values()) > planner.planned:
                 continue
             also = self._for_rollout(planner, training, self.longest)
             if also is not None:
@@ -252,7 +263,7 @@ class Refusal:
         rollout = _changed(self.rollout, also, "rollout.")
         standing = planner.rollout_bytes(rollout, _changed(training, also))
         wanted = planner.wanted_cache(rollout, longest)
-        return sum(standing.values()) + wanted + RESERVE <= planner.total
+        return sum(standing.values()) + wanted <= planner.planned
 
     def _smaller_settings(self) -> list[Changes]:
         """The settings of recompute and moments that take no more memory: first those that are

@@ -14,6 +14,8 @@ A duration is taken to be a sum over what a phase does,
 and the seconds that each of these takes are the ones that fit the rows best. Decode steps, forwards
 without a backward (prompts, and models that only score) and forwards with a backward have
 coefficients of their own.  INT8 counts as FP8 times what its own rows, which are few, took longer.
+On a card without rows each second counts as often as its data sheet's peak of that kind is below
+that of the card of the rows (``isobit.memory.cards``); launches take as long.
 Whole steps of reinforcement learning, which nothing is fitted to, say how far an estimate is off
 (``MeasuredSpeed.error``).
 """
@@ -33,6 +35,7 @@ import torch
 from isobit.config.precision import PrecisionConfig
 from isobit.config.training import Recompute
 from isobit.kernels.backend import support
+from isobit.memory.cards import MEASURED, Card
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import LM_HEAD, build_decoder, decoder_shape
 from isobit.precision.flow import Graph, PrecisionFlow, build_flow
@@ -42,6 +45,10 @@ ROWS = Path(__file__).with_name("speed.json")
 Row = Mapping[str, Any]
 Work = Mapping[str, float]
 """What a phase does, by the names above."""
+PORTABLE_SHARE, PORTABLE_DECODE = 0.53, 0.78
+"""Of the speed of Hopper's kernels, what the portable ones reached on an H200, 8B in INT8: in a
+training pass, and in decode of 32 sequences, which waits for weights.
+"""
 _AGAIN: Mapping[Recompute, float] = {"none": 0.0, "mlp": 0.25, "full": 0.5}
 """The share of its elements that a layer sends to experts, or reads from them, once more."""
 
@@ -71,8 +78,15 @@ class SpeedShape:
 
     @property
     def has_int8(self) -> bool:
+        return self._multiplies_in("int8")
+
+    @property
+    def has_e4m3(self) -> bool:
+        return self._multiplies_in("e4m3")
+
+    def _multiplies_in(self, format: Format) -> bool:
         sites = (*self.flow.rollout.sites, *self.flow.training.sites)
-        return any(site.kind in ("linear", "head") and site.forward == "int8" for site in sites)
+        return any(site.kind in ("linear", "head") and site.forward == format for site in sites)
 
     @property
     def head(self) -> float:
@@ -224,9 +238,43 @@ class Rates:
     int8: float = 1.0
     """How much longer the rows in INT8 took, on average, than as much work in FP8."""
 
-    def time(self, work: Work, shape: SpeedShape) -> float:
-        taken = sum(self.seconds.get(name, 0.0) * size for name, size in work.items())
+    def time(self, work: Work, shape: SpeedShape, card: Card | None = None) -> float:
+        """Seconds on a card; None is that of the rows."""
+        if card is not None and card.e4m3_as_fp16 and not shape.has_int8:
+            work = _in_fp16(work)
+        slower = {} if card is None else _slower(card)
+        taken = sum(
+            self.seconds.get(name, 0.0) * size * slower.get(name, 1.0)
+            for name, size in work.items()
+        )
         return taken * self.int8 if shape.has_int8 else taken
+
+
+def _in_fp16(work: Work) -> Work:
+    """The same work with products in FP16 for those in E4M3; BF16's take as long."""
+    products = work.get("products bf16", 0.0) + work.get("products e4m3", 0.0)
+    return {**work, "products bf16": products, "products e4m3": 0.0}
+
+
+def _slower(card: Card) -> Work:
+    """How many times as long a unit of each kind of work takes as on the card of the rows."""
+    sheet, base = card.sheet, MEASURED.sheet
+    if sheet is None or base is None:
+        return {}
+    portable = card.has_slower_products
+    products, steps = (1 / PORTABLE_SHARE, 1 / PORTABLE_DECODE) if portable else (1.0, 1.0)
+    in_16_bits = products * base.fp16 / sheet.fp16
+    bandwidth = base.bandwidth / sheet.bandwidth
+    return {
+        "products e4m3": products * base.int8 / sheet.int8,
+        "products bf16": in_16_bits,
+        "attention e4m3": in_16_bits,  # whose second product is in FP16
+        "attention bf16": in_16_bits,
+        "routed": bandwidth,
+        "bytes": steps * bandwidth,
+        "layers": steps,
+        "sparse layers": steps,
+    }
 
 
 def _fit(rows: Sequence[tuple[SpeedShape, Work, float]]) -> Rates:
@@ -369,6 +417,7 @@ class StepTime:
     trained: float
     has_int8: bool = False
     """Whether some of the work is in INT8."""
+    has_e4m3: bool = False
 
     @property
     def total(self) -> float:
@@ -395,8 +444,10 @@ class StepTime:
         }
 
 
-def estimate_step(work: StepWork) -> StepTime:
-    """The time of a step if every completion has all its new tokens."""
+def estimate_step(work: StepWork, card: Card | None = None) -> StepTime:
+    """The time of a step if every completion has all its new tokens, on a card or that of the
+    rows.
+    """
     speed, shape = measured_speed(), work.shape
     rollout = 0.0
     if work.prompts:
@@ -408,17 +459,17 @@ def estimate_step(work: StepWork) -> StepTime:
         decoding = Decoding.of(
             sequences, work.prompt_tokens, work.new_tokens, work.most_at_once, work.cached_tokens
         )
-        rollout = speed.forward.time(prompts, shape)
-        rollout += speed.decode.time(decoding.work(shape), shape)
+        rollout = speed.forward.time(prompts, shape, card)
+        rollout += speed.decode.time(decoding.work(shape), shape, card)
     tokens = work.sequences * work.length
     own_tokens = tokens / work.trainers
     passes = training_work(shape, own_tokens * work.epochs, work.length, work.recompute, work.rows)
-    training = speed.training.time(passes, shape) / (1 - work.idle)
+    training = speed.training.time(passes, shape, card) / (1 - work.idle)
     if work.trainers > 1:
         training *= speed.rank_factor
     scoring = sum(
         speed.forward.time(
-            forward_work(one, one.flow.training, own_tokens, work.length, own_tokens), one
+            forward_work(one, one.flow.training, own_tokens, work.length, own_tokens), one, card
         )
         for one in work.scored
     )
@@ -431,10 +482,11 @@ def estimate_step(work: StepWork) -> StepTime:
         work.prompts * work.samples * work.new_tokens,
         tokens * work.epochs,
         any(one.has_int8 for one in (shape, *work.scored)),
+        any(one.has_e4m3 for one in (shape, *work.scored)),
     )
 
 
-def describe_step(step: StepTime, steps: int | None, card: str, processes: int) -> list[str]:
+def describe_step(step: StepTime, steps: int | None, card: Card, processes: int) -> list[str]:
     """Lines on a step's time, that of so many steps, and what the estimate rests on."""
     speed = measured_speed()
     parts = {"rollout": step.rollout, "scoring": step.scoring, "training": step.training}
@@ -452,8 +504,15 @@ def describe_step(step: StepTime, steps: int | None, card: str, processes: int) 
         longer = {"decode": speed.decode, "forward": speed.forward, "training": speed.training}
         factors = ", ".join(f"{rates.int8:.2f} ({phase})" for phase, rates in longer.items())
         notes.append(f"INT8 as FP8 times {factors}, by few rows of one shape")
-    if card.lower() not in speed.card.lower():
-        notes.append(f"no row is of a card like this one ({card}), whose bandwidth may be another")
+    if card.name.lower() not in speed.card.lower():
+        notes += _scaled(card)
+    if card.has_slower_products:
+        notes.append(
+            f"portable kernels as on an {MEASURED.name}: products at {PORTABLE_SHARE} of the speed "
+            f"of Hopper's, all else of decode at {PORTABLE_DECODE}"
+        )
+    if card.e4m3_as_fp16 and step.has_e4m3:
+        notes.append("products in E4M3 count as such of FP16, which they are there")
     if processes > speed.ranks:
         notes.append(f"as {speed.ranks} GPUs scale, the most that were measured")
     return [
@@ -461,6 +520,19 @@ def describe_step(step: StepTime, steps: int | None, card: str, processes: int) 
         f"  tokens a second: {', '.join(tokens)}",
         *(f"  {note}" for note in notes),
         "  loading, grading, evaluation and checkpoints come on top",
+    ]
+
+
+def _scaled(card: Card) -> list[str]:
+    """What the time of a card without rows rests on."""
+    unlike = f"no row is of a card like this one ({card.name})"
+    if (sheet := card.sheet) is None:
+        return [f"{unlike}, whose bandwidth may be another"]
+    tera = 1e12
+    return [
+        f"{unlike}: they are scaled by data sheets, to",
+        f"{sheet.bandwidth / tera:.3g} TB/s, {sheet.int8 / tera:,.0f} TOPS in INT8 and "
+        f"{sheet.fp16 / tera:,.0f} TFLOPS in FP16",
     ]
 
 

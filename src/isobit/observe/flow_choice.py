@@ -164,6 +164,8 @@ class Comparison:
     by_size: Mapping[str, Any] = field(default_factory=dict)
     """What ``read_by_size`` returned."""
     card: str = ""
+    card_note: str = ""
+    """What the figures of a card rest on that nobody has run."""
     """The GPU of the estimates and of the bytes; empty for this machine's device."""
 
     @property
@@ -325,7 +327,7 @@ def describe_comparison(found: Comparison) -> list[str]:
     lines += ["", *_table([_cost_cells(found, one) for one in found.flows])]
     lines += [f"{one.name} was not measured: {one.problem}" for one in found.flows if one.problem]
     if found.card:
-        lines.append(f"{found.card}: estimated, for {found.estimated_for}")
+        lines.append(f"{found.card}{found.card_note}: estimated, for {found.estimated_for}")
     lines += _size_lines(found)
     crests = [describe_crests(one.crests, one.crest_tokens) for one in found.flows if one.crests]
     choice = recommend(found)

@@ -14,11 +14,11 @@ from typing import Any, get_args
 
 from isobit.config.commands import InspectConfig
 from isobit.config.precision import PrecisionConfig, Preset
-from isobit.kernels.backend import support
 from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import published_bytes
-from isobit.memory.cache_size import RESERVE, forward_bytes, num_pages_within
-from isobit.memory.device import Bytes, DevicePlan, DevicePlanner, read_card
+from isobit.memory.cache_size import forward_bytes, num_pages_within, reserve_of
+from isobit.memory.cards import Card, read_card, support_for
+from isobit.memory.device import Bytes, DevicePlan, DevicePlanner
 from isobit.memory.speed import SpeedShape, StepTime, StepWork, estimate_step
 from isobit.models.checkpoint import FolderCheckpoint
 from isobit.models.config import ModelConfig
@@ -43,9 +43,7 @@ _DEFAULTS = InspectConfig()
 class GpuFigures:
     """The memory that a model takes on a GPU."""
 
-    gpu: str
-    total: int
-    """Bytes that a process can use."""
+    card: Card
     longest: int
     """Tokens of the longest sequence that is trained."""
     generating: Bytes
@@ -64,8 +62,8 @@ class GpuFigures:
         plan = self.training
         phases = plan and {"rollout": dict(plan.rollout), "training": dict(plan.training)}
         return {
-            "name": self.gpu.lower(),
-            "bytes": self.total,
+            "name": self.card.name.lower(),
+            "bytes": self.card.total,
             "longest": self.longest,
             "generating": dict(self.generating),
             "cached_tokens": self.cached_tokens,
@@ -79,26 +77,26 @@ class GpuFigures:
 def gpu_figures(
     config: ModelConfig,
     flow: PrecisionFlow,
-    sizes: Sizes,
-    gpu: str,
+    card: Card,
     longest: int,
     settings: InspectConfig = _DEFAULTS,
     gpus: int = 1,
 ) -> GpuFigures:
-    """Plan both phases on so many GPUs without allocating anything.  Raises ConfigError for an
-    unknown GPU, and for a model that it does not compute.
+    """Plan both phases on so many GPUs without allocating anything.  Raises ConfigError for a
+    model that it does not compute.
     """
-    card = read_card(gpu)
     total, training_config = card.total, settings.training
-    if (problem := support("cuda").model_problem(model_needs(config, flow.preset))) is not None:
-        raise ConfigError(f"--gpu {gpu} cannot run this: {problem}; leave --gpu out")
+    found = support_for("cuda", card)
+    sizes = found.sizes
+    if (problem := found.model_problem(model_needs(config, flow.preset))) is not None:
+        raise ConfigError(f"--gpu {card.name.lower()} cannot run this: {problem}; leave --gpu out")
     weights = published_bytes(config, flow.one_sided("rollout"), sizes)
     rollout, generating, cached = None, {"published weights": weights}, 0
     if not config.score_head:
         rollout = settings.rollout
         forward = forward_bytes(config, flow, rollout, sizes)
         page = sizes.page_bytes(config, flow)
-        free = total - RESERVE - weights - forward
+        free = total - reserve_of(total) - weights - forward
         if free < page:
             generating = {}
         else:
@@ -109,10 +107,10 @@ def gpu_figures(
     try:
         planner = DevicePlanner(config, flow, sizes, total, processes=gpus)
         training = planner.plan(rollout, training_config, longest)
-        time = estimate_step(_step_work(config, flow, settings, training, longest))
+        time = estimate_step(_step_work(config, flow, settings, training, longest), card)
     except ConfigError as error:
         problem = str(error)
-    return GpuFigures(card.name, total, longest, generating, cached, training, problem, gpus, time)
+    return GpuFigures(card, longest, generating, cached, training, problem, gpus, time)
 
 
 def _step_work(
@@ -308,11 +306,12 @@ def inspect_folder(
     shape = decoder_shape(config)
     flow = build_flow(precision, shape)
     back_end = "cuda" if gpu is not None else "cpu"
-    sizes = support(back_end).sizes
+    card = None if gpu is None else read_card(gpu)
+    sizes = support_for(back_end, card).sizes
     memory = None
-    if gpu is not None:
+    if card is not None:
         longest = longest or min(config.max_positions, LONGEST)
-        memory = gpu_figures(config, flow, sizes, gpu, longest, settings, gpus)
+        memory = gpu_figures(config, flow, card, longest, settings, gpus)
     parameters, presets = parameter_count(config), _preset_figures(config, sizes)
     name = flow.name
     if not weights:

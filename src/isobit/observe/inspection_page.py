@@ -212,9 +212,11 @@ def _short(name: str) -> str:
 
 
 def _memory(found: Inspection, gpu: GpuFigures) -> list[str]:
-    article = "an" if gpu.gpu.startswith("H") else "a"
-    count = f"{gpu.gpus} x {gpu.gpu}" if gpu.gpus > 1 else f"{article} {gpu.gpu}"
-    lines = [f"on {count} with {gib(gpu.total)} free, in {found.flow}"]
+    card = gpu.card
+    count = f"{gpu.gpus} x {card.name}" if gpu.gpus > 1 else f"{card.article} {card.name}"
+    lines = [f"on {count} with {gib(card.total)} free, in {found.flow}"]
+    if card.is_estimated:
+        lines += _wrapped(card.note().strip(" ()"))
     if gpu.generating:
         lines.append("  to generate alone (isobit rollout, eval):")
         lines += [f"    {name:<28}{gib(size):>12}" for name, size in gpu.generating.items()]
@@ -225,7 +227,7 @@ def _memory(found: Inspection, gpu: GpuFigures) -> list[str]:
     lines.append(f"  to train, sequences of up to {gpu.longest:,} tokens:")
     plan = gpu.problem.splitlines() if gpu.training is None else gpu.training.describe()
     if gpu.time is not None:
-        plan = [*plan, *describe_step(gpu.time, None, gpu.gpu, gpu.gpus)]
+        plan = [*plan, *describe_step(gpu.time, None, card, gpu.gpus)]
     return [*lines, *(part for line in plan for part in _wrapped(line))]
 
 

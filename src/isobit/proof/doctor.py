@@ -28,9 +28,10 @@ from isobit.kernels.backend import (
 )
 from isobit.kernels.operands import LinearWeight, Quantised
 from isobit.models.config import ModelConfig
+from isobit.models.decoder import decoder_shape
 from isobit.models.folder import model_needs
 from isobit.models.policy import random_policy
-from isobit.precision.flow import Site
+from isobit.precision.flow import Site, build_flow
 from isobit.proof import cases, expert_cases, linear_cases
 from isobit.proof.attention_cases import AttentionCase, check_attention
 from isobit.proof.cases import Case, check_gradients, check_rows
@@ -85,7 +86,7 @@ def _back_end_checks(backend: Backend) -> list[Check]:
 
 def _libraries(backend: Backend) -> str:
     lines = "; ".join(f"{name}: {library}" for name, library in backend.describe().items())
-    if backend.fallbacks():
+    if backend.fallbacks(build_flow(PrecisionConfig(), decoder_shape(_SHAPE))):
         raise Caution(lines)
     return lines
 

@@ -44,6 +44,7 @@ from isobit.memory.cache_size import SPECULATED_ROWS
 from isobit.models.folder import model_needs
 from isobit.models.function import SampledPolicy
 from isobit.parallel.world import Pulse
+from isobit.precision.flow import PrecisionFlow
 from isobit.rollout.draws import Ready, distinct_rows, draws_of, truncates
 from isobit.rollout.runner import DrawnToken, build_batch, empty_cache, rollout_states
 from isobit.rollout.scheduler import Plan
@@ -267,7 +268,7 @@ class GraphRunner:
         problem = back_ends.support(policy.device.type).model_problem(needs)
         if problem is not None:
             raise ConfigError(f"{problem}; use device 'cpu'")
-        _name_fallbacks(backend)
+        _name_fallbacks(backend, policy.flow)
         self._policy, self._backend = policy, backend
         # the last page is for padding
         self._cache = empty_cache(policy, num_pages + 1)
@@ -471,11 +472,15 @@ def _with_guesses(
     return rows, [of_rows, guesses, places]
 
 
+def _name_fallbacks(backend: Backend, flow: PrecisionFlow) -> None:
+    """Once a process: what is slower here than it might be, and why."""
+    for line in backend.fallbacks(flow):
+        _say_once(f"isobit: {line}")
+
+
 @cache
-def _name_fallbacks(backend: Backend) -> None:
-    """Once a process: which libraries stand in for others, and why."""
-    for line in backend.fallbacks():
-        say(f"isobit: {line}")
+def _say_once(line: str) -> None:
+    say(line)
 
 
 def graph_sizes(max_sequences: int) -> list[int]:

@@ -15,9 +15,10 @@ import torch
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.rollout import RunRolloutConfig
 from isobit.config.training import TrainingConfig
-from isobit.kernels.backend import backend_of, support, use_back_end
+from isobit.kernels.backend import backend_of, use_back_end
 from isobit.memory.activations import FrozenModel
-from isobit.memory.device import MOMENTS, Card, DevicePlan, DevicePlanner
+from isobit.memory.cards import Card, support_for
+from isobit.memory.device import MOMENTS, DevicePlan, DevicePlanner
 from isobit.models.decoder import checkpoint_shapes, decoder_shape
 from isobit.models.folder import DescribedModel, choose_device
 from isobit.models.saving import quantised_sites, whole_blocks
@@ -147,7 +148,7 @@ def plan_device_memory(
     flow = build_flow(config.precision, decoder_shape(shape))
     memory = read_memory() if card is None else None
     rollout = config.rollout if plan.samples_here else None
-    sizes = support(device.type).sizes
+    sizes = support_for(device.type, card).sizes
     total = available_memory(device) if card is None else card.total
     frozen = plan.frozen if learns else tuple(one for one in plan.frozen if one.grades)
     planner = DevicePlanner(

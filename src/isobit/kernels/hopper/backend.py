@@ -11,6 +11,7 @@ from isobit.kernels.hopper.products import HopperProducts
 from isobit.kernels.sizes import Sizes
 from isobit.kernels.triton.backend import TritonBackend
 from isobit.kernels.triton.products import Products
+from isobit.precision.flow import PrecisionFlow
 
 
 class HopperBackend(TritonBackend):
@@ -23,7 +24,7 @@ class HopperBackend(TritonBackend):
     def describe(self) -> Mapping[str, str]:
         return describe_back_ends()
 
-    def fallbacks(self) -> Sequence[str]:
+    def fallbacks(self, flow: PrecisionFlow) -> Sequence[str]:
         return describe_fallbacks()
 
 

@@ -8,6 +8,7 @@ from isobit.kernels.triton import support as portable
 from isobit.kernels.triton.support import (
     class_of,
     device_model,
+    figures,
     has_own_memory,
     is_present,
     shared_problem,
@@ -16,7 +17,7 @@ from isobit.kernels.triton.support import (
 )
 from isobit.precision.flow import LinearShape
 
-__all__ = ["device_model", "has_own_memory", "is_present", "sizes"]
+__all__ = ["device_model", "figures", "has_own_memory", "is_present", "sizes"]
 
 libraries = ("triton", "sgl-deep-gemm")
 extra = "hopper"

@@ -5,6 +5,7 @@ The package itself is its ``Support`` (``isobit.kernels.backend``): it computes 
 machine.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,10 @@ remedy = "reinstall torch"
 
 def device_model(device: torch.device) -> str | None:
     return None
+
+
+def figures(device: torch.device) -> Mapping[str, str | int]:
+    return {}
 
 
 def device_class(device: torch.device) -> str:

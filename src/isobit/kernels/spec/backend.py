@@ -155,7 +155,7 @@ class SpecBackend:
         )
         return {"INT8 GEMM": f"FP32, 1,024 columns at a time, same bits: {lacks} this processor"}
 
-    def fallbacks(self) -> Sequence[str]:
+    def fallbacks(self, flow: PrecisionFlow) -> Sequence[str]:
         return ()
 
     def quantise_rows(self, x: torch.Tensor, scales: ScaleKind) -> QuantTensor:

@@ -30,6 +30,7 @@ from isobit.kernels.triton.memory import (
     to_device,
 )
 from isobit.kernels.triton.products import PortableProducts, Products
+from isobit.kernels.triton.slow import slow_here
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import QuantTensor, ScaleKind
 
@@ -133,8 +134,8 @@ class TritonBackend:
     def describe(self) -> Mapping[str, str]:
         return {"all operations": "Triton, as on every card since Ampere"}
 
-    def fallbacks(self) -> Sequence[str]:
-        return ()
+    def fallbacks(self, flow: PrecisionFlow) -> Sequence[str]:
+        return slow_here(flow, self.device)
 
     def quantise_rows(self, x: torch.Tensor, scales: ScaleKind) -> QuantTensor:
         made = quantise.quantise_rows(x, scales, self.products.as_bytes)

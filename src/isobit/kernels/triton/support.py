@@ -1,6 +1,8 @@
 """Support of NVIDIA GPUs since Ampere (sm_80) for a device and a model; loads on every machine."""
 
 import importlib.util
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,11 +20,27 @@ remedy = (
 )
 
 HEAD_SIZES = (64, 128, 256)
+DRIVER = Path("/proc/driver/nvidia/version")
 _OLDEST = 8, 0
 
 
 def device_model(device: torch.device) -> str | None:
     return torch.cuda.get_device_name(device)
+
+
+def figures(device: torch.device) -> Mapping[str, str | int]:
+    """The name, generation and sizes of a card, and the versions of its driver and of CUDA."""
+    found = torch.cuda.get_device_properties(device)
+    driver = re.search(r"\s(\d+\.[\d.]+)\s", DRIVER.read_text()) if DRIVER.is_file() else None
+    return {
+        "name": found.name,
+        "generation": f"sm_{found.major}{found.minor}",
+        "memory_bytes": found.total_memory,
+        "multiprocessors": found.multi_processor_count,
+        "shared_memory_bytes": found.shared_memory_per_block_optin,
+        "cuda": str(torch.version.cuda),
+        "driver": driver[1] if driver is not None else "unknown",
+    }
 
 
 def device_class(device: torch.device) -> str:
@@ -50,7 +68,7 @@ def state() -> tuple[str, bool]:
 def state_of(back_end: str, why_not: str | None) -> tuple[str, bool]:
     """``state`` of a back end with that problem, or None."""
     if not torch.cuda.is_available():
-        if not Path("/proc/driver/nvidia/version").is_file():
+        if not DRIVER.is_file():
             return "none; everything runs on the CPU", False
         return (
             f"the machine has an NVIDIA driver, but torch {torch.__version__} cannot use it; "
