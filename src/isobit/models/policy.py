@@ -295,7 +295,7 @@ def random_policy(
     slots: Slots = ONE_SLOT,
     sharing: World = ALONE,
 ) -> Policy:
-    """Masters as transformers draws them: matrices N(0, 0.02), norms as 1; biases and values 0.
+    """Matrices N(0, 0.02), as transformers draws them; norms and sinks 1, biases and values 0.
     Adapters as PEFT does.
     """
     masters = drawn_adapters(random_masters(config, seed, device), config, seed)
