@@ -17,8 +17,8 @@ _NAME = f"ptx of sm_{GENERATION}"
 def lower_for_sm_80() -> None:
     """Kernels of this process that are compiled from now on, those of other packages too, are
     lowered for sm_80; kernels that it has compiled stay as they are, so this comes before any of
-    them.  Triton's cache on the disk
-    keeps both kinds apart, since the generation belongs to a kernel's options.
+    them.  Triton's cache on the disk keeps both kinds apart, since the generation belongs to a
+    kernel's options.
     """
     # Stored as the attribute is: assigning it would set TRITON_OVERRIDE_ARCH for child processes.
     knobs.runtime.__dict__["override_arch"] = f"sm{GENERATION}"
