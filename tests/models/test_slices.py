@@ -10,6 +10,7 @@ import torch
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy
+from isobit.models.slices import GatheredLinears
 from isobit.parallel.world import World
 from isobit.precision.quant_tensor import QuantTensor
 from tests.models.policies import storage_bytes
@@ -78,12 +79,17 @@ def test_a_rank_holds_its_rows_and_the_matrices_of_one_layer() -> None:
     def held(world: World) -> tuple[int, int]:
         sliced = Policy(SMALL, precision, masters(SMALL), trainable=False, sharing=world)
         own = list(chain.from_iterable(map(tensors, sliced.slices._own.values())))
+        for side in ("rollout", "training"):
+            linears = sliced.weights(side).linears
+            assert isinstance(linears, GatheredLinears)
+            own += chain.from_iterable(tensors(one.matrix) for _, one in linears.held.values())
         assert storage_bytes(own) < 0.65 * size, "some have two blocks of three"
         gathered: list[int] = []
         linears = sliced.weights("training").linears
         for path in [*linears, *reversed(list(linears))]:
             assert linears[path].matrix is linears[path].matrix
             gathered.append(len(sliced.slices._whole))
+        own = chain.from_iterable(map(tensors, sliced.slices._own.values()))
         return sum(tensor.nbytes for tensor in own), max(gathered)
 
     found = in_ranks(2, held)
