@@ -2,15 +2,18 @@
 for.
 """
 
+import weakref
 from itertools import chain
 
 import pytest
 import torch
 
 from isobit.config.precision import PrecisionConfig, Preset
+from isobit.kernels.operands import Operand
 from isobit.models.config import ModelConfig
+from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy
-from isobit.models.slices import GatheredLinears
+from isobit.models.slices import GatheredLinears, Slices
 from isobit.parallel.world import World
 from isobit.precision.quant_tensor import QuantTensor
 from tests.models.policies import storage_bytes
@@ -95,3 +98,40 @@ def test_a_rank_holds_its_rows_and_the_matrices_of_one_layer() -> None:
     found = in_ranks(2, held)
     assert sum(own for own, _ in found) == size
     assert [most for _, most in found] == [4, 4]
+
+
+@pytest.mark.parametrize("preset", ["int8", "bf16", "fp8"])
+def test_a_reference_is_copied_and_compared_a_layer_at_a_time(
+    preset: Preset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precision = PrecisionConfig(preset=preset)
+    whole, gathered = Policy(SMALL, precision, masters(SMALL)), Slices.whole
+    made: dict[Slices, list[weakref.ref[torch.Tensor]]] = {}
+    most = 0
+
+    def counted(slices: Slices, key: tuple[str, int]) -> Operand:
+        nonlocal most
+        matrix = gathered(slices, key)
+        of_rank = made.setdefault(slices, [])
+        of_rank.extend(map(weakref.ref, tensors(matrix)))
+        alive = {id(one): one.nbytes for ref in of_rank if (one := ref()) is not None}
+        most = max(most, sum(alive.values()))
+        return matrix
+
+    def work(world: World) -> None:
+        sliced = Policy(SMALL, precision, masters(SMALL), sharing=world)
+        reference = FrozenPolicy.of(sliced)
+        assert reference.digest() == FrozenPolicy.of(whole).digest()
+        reference._compared = None
+        assert reference.is_equal_to(sliced) and reference.is_equal_to(whole)
+        world.barrier("all have compared")
+        assert not reference.is_equal_to(changed(sliced))
+        reference.take(sliced)
+        reference._compared = None
+        assert reference.is_equal_to(sliced)
+
+    matrices = [tensors(one.matrix) for one in whole.weights("training").linears.values()]
+    monkeypatch.setattr(Slices, "whole", counted)
+    in_ranks(2, work)
+    size = sum(tensor.nbytes for tensor in chain.from_iterable(matrices))
+    assert 0 < most < 0.75 * size, "one layer of two, and a matrix that was just read"
