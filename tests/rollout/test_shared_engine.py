@@ -1,5 +1,6 @@
 """An engine that ranks share gives what the engine of one rank gives, and ends with all of them."""
 
+import re
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
@@ -193,5 +194,10 @@ def come_apart(world: World) -> None:
 
 
 def test_ranks_that_have_come_apart_are_found() -> None:
-    with pytest.raises(MismatchError, match="which share an engine, have come apart"):
+    with pytest.raises(MismatchError, match="which share an engine, have come apart") as raised:
         in_ranks(2, come_apart)
+    state = r"(\d+) tokens in (\d+) forwards and has 0 samples left"
+    numbers = re.search(rf"this one has drawn {state}, and the first {state};", str(raised.value))
+    assert numbers is not None
+    tokens, forwards, *of_first = map(int, numbers.groups())
+    assert [tokens, forwards - 1] == of_first

@@ -4,7 +4,8 @@ read.
 A publication rounds every master to BF16 once and quantises it once, in place. Engine and trainer
 hold the same tensors, so new weights need no copy and no message; a site's weight exists once if
 rollout and training have the same formats there. Of several processes each owns and publishes some
-rows of every master (``isobit.parallel.ownership``); published weights are whole on all.
+rows of every master (``isobit.parallel.ownership``); published weights are whole on all, but for
+matrices of which ranks that share an engine hold a part each (``isobit.models.slices``).
 
 The masters, by name: ``embed_tokens.weight``, ``layers.N.{input_norm, post_attention_norm, q_norm,
 k_norm}.weight``, ``layers.N.{qkv_proj, o_proj, gate_up_proj, down_proj}.weight`` (q, k, v and gate,

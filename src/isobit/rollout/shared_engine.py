@@ -101,13 +101,18 @@ class SharedEngine:
 
     def _check(self, expected: Sequence[int]) -> None:
         """Raises MismatchError where this rank's samples are not those of the first one."""
-        if self._state() != list(expected):
+        found = self._state()
+        if found != list(expected):
+            said, by_first = (
+                "{} tokens in {} forwards and has {} samples left".format(*state)
+                for state in (found, expected)
+            )
             numbers = ", ".join(map(str, self._world.numbers))
             raise raised_alone(
                 MismatchError(
                     f"the ranks {numbers}, which share an engine, have come apart: this one has "
-                    f"drawn {self._state()[0]} tokens and the first {expected[0]}; a machine or a "
-                    "connection between them is faulty: take it out and go on with --resume"
+                    f"drawn {said}, and the first {by_first}; a machine or a connection between "
+                    "them is faulty: take it out and go on with --resume"
                 )
             )
 
