@@ -13,6 +13,7 @@ from isobit.kernels.operands import Operand
 from isobit.models.config import ModelConfig
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy
+from isobit.models.published import PublishedWeights
 from isobit.models.slices import GatheredLinears, Slices
 from isobit.parallel.world import World
 from isobit.precision.quant_tensor import QuantTensor
@@ -135,3 +136,25 @@ def test_a_reference_is_copied_and_compared_a_layer_at_a_time(
     in_ranks(2, work)
     size = sum(tensor.nbytes for tensor in chain.from_iterable(matrices))
     assert 0 < most < 0.75 * size, "one layer of two, and a matrix that was just read"
+
+
+@pytest.mark.parametrize("config", [SMALL, TIED])
+def test_a_publication_derives_the_head_once(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    derive, derived = PublishedWeights._derive_head, list[PublishedWeights]()
+
+    def noted(published: PublishedWeights) -> None:
+        derived.append(published)
+        derive(published)
+
+    def publish(world: World) -> None:
+        sliced = Policy(config, PrecisionConfig(preset="fp8"), masters(config), sharing=world)
+        world.barrier("all are made")
+        derived.clear()
+        world.barrier("all begin")
+        sliced.publish()
+
+    monkeypatch.setattr(PublishedWeights, "_derive_head", noted)
+    in_ranks(2, publish)
+    assert len(derived) == len(set(derived)) == 2

@@ -191,7 +191,7 @@ class Policy:
             assert isinstance(values, torch.Tensor)
             master = values.to(self.device, torch.float32)
             self._published.republish(name, master, 0, self.shapes[name][0], self.change)
-        self._published.gather(self.world, {})
+        self._published.gather(self.world, dict.fromkeys(self.shapes, ()))
         self.version += 1
 
     @torch.no_grad()
