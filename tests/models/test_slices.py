@@ -2,14 +2,19 @@
 for.
 """
 
+import weakref
 from itertools import chain
 
 import pytest
 import torch
 
 from isobit.config.precision import PrecisionConfig, Preset
+from isobit.kernels.operands import Operand
 from isobit.models.config import ModelConfig
+from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy
+from isobit.models.published import PublishedWeights
+from isobit.models.slices import GatheredLinears, Slices
 from isobit.parallel.world import World
 from isobit.precision.quant_tensor import QuantTensor
 from tests.models.policies import storage_bytes
@@ -78,14 +83,78 @@ def test_a_rank_holds_its_rows_and_the_matrices_of_one_layer() -> None:
     def held(world: World) -> tuple[int, int]:
         sliced = Policy(SMALL, precision, masters(SMALL), trainable=False, sharing=world)
         own = list(chain.from_iterable(map(tensors, sliced.slices._own.values())))
+        for side in ("rollout", "training"):
+            linears = sliced.weights(side).linears
+            assert isinstance(linears, GatheredLinears)
+            own += chain.from_iterable(tensors(one.matrix) for _, one in linears.held.values())
         assert storage_bytes(own) < 0.65 * size, "some have two blocks of three"
         gathered: list[int] = []
         linears = sliced.weights("training").linears
         for path in [*linears, *reversed(list(linears))]:
             assert linears[path].matrix is linears[path].matrix
             gathered.append(len(sliced.slices._whole))
+        own = chain.from_iterable(map(tensors, sliced.slices._own.values()))
         return sum(tensor.nbytes for tensor in own), max(gathered)
 
     found = in_ranks(2, held)
     assert sum(own for own, _ in found) == size
     assert [most for _, most in found] == [4, 4]
+
+
+@pytest.mark.parametrize("preset", ["int8", "bf16", "fp8"])
+def test_a_reference_is_copied_and_compared_a_layer_at_a_time(
+    preset: Preset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precision = PrecisionConfig(preset=preset)
+    whole, gathered = Policy(SMALL, precision, masters(SMALL)), Slices.whole
+    made: dict[Slices, list[weakref.ref[torch.Tensor]]] = {}
+    most = 0
+
+    def counted(slices: Slices, key: tuple[str, int]) -> Operand:
+        nonlocal most
+        matrix = gathered(slices, key)
+        of_rank = made.setdefault(slices, [])
+        of_rank.extend(map(weakref.ref, tensors(matrix)))
+        alive = {id(one): one.nbytes for ref in of_rank if (one := ref()) is not None}
+        most = max(most, sum(alive.values()))
+        return matrix
+
+    def work(world: World) -> None:
+        sliced = Policy(SMALL, precision, masters(SMALL), sharing=world)
+        reference = FrozenPolicy.of(sliced)
+        assert reference.digest() == FrozenPolicy.of(whole).digest()
+        reference._compared = None
+        assert reference.is_equal_to(sliced) and reference.is_equal_to(whole)
+        world.barrier("all have compared")
+        assert not reference.is_equal_to(changed(sliced))
+        reference.take(sliced)
+        reference._compared = None
+        assert reference.is_equal_to(sliced)
+
+    matrices = [tensors(one.matrix) for one in whole.weights("training").linears.values()]
+    monkeypatch.setattr(Slices, "whole", counted)
+    in_ranks(2, work)
+    size = sum(tensor.nbytes for tensor in chain.from_iterable(matrices))
+    assert 0 < most < 0.75 * size, "one layer of two, and a matrix that was just read"
+
+
+@pytest.mark.parametrize("config", [SMALL, TIED])
+def test_a_publication_derives_the_head_once(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    derive, derived = PublishedWeights._derive_head, list[PublishedWeights]()
+
+    def noted(published: PublishedWeights) -> None:
+        derived.append(published)
+        derive(published)
+
+    def publish(world: World) -> None:
+        sliced = Policy(config, PrecisionConfig(preset="fp8"), masters(config), sharing=world)
+        world.barrier("all are made")
+        derived.clear()
+        world.barrier("all begin")
+        sliced.publish()
+
+    monkeypatch.setattr(PublishedWeights, "_derive_head", noted)
+    in_ranks(2, publish)
+    assert len(derived) == len(set(derived)) == 2

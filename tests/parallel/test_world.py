@@ -1,14 +1,18 @@
 """What travels between processes arrives with its bytes."""
 
+import errno
 import math
+import os
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from isobit.parallel import gather_rows
+from isobit.parallel import gather_rows, processes
 from isobit.parallel.world import World, decode, encode, run_on_all
-from isobit.util.errors import PeerError
+from isobit.util.errors import ConfigError, PeerError
 from tests.worlds import in_world
 
 
@@ -178,3 +182,61 @@ def test_ranks_fall_into_worlds_of_their_own() -> None:
     ]
     assert alone["inner"] == [[0], [0], 1]
     assert [one["inner"] for one in pair] == [[[1, 2], [1], 1], [[1, 2], [2], 1]]
+
+
+def fail_to_share(world: World, _: Any) -> dict[str, str]:
+    """What each rank says where one of them cannot have memory that all can read."""
+    said: dict[str, str] = {}
+
+    def attempt(case: str, changes: dict[str, Any], device: str = "cpu") -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in changes.items():
+                patch.setattr(name, value)
+            try:
+                found = world.shared(1000, torch.device(device))
+                said[case] = f"{len(found)} of {found[0].numel()}"
+            except (ConfigError, torch.OutOfMemoryError) as error:
+                said[case] = f"{type(error).__name__}: {error}"
+
+    def fail(error: Exception, failing: int, otherwise: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            if world.rank == failing:
+                raise error
+            return otherwise(*arguments, **named)
+
+        return call
+
+    full = fail(OSError(errno.ENOSPC, "No space left on device"), 1, os.posix_fallocate)
+    attempt("full", {"os.posix_fallocate": full})
+    unread = fail(RuntimeError("unable to mmap"), 0, torch.from_file)
+    attempt("unread", {"torch.from_file": unread})
+    folders, folder = list[Any](), processes.TemporaryDirectory
+
+    def noted(prefix: str, dir: Path | None) -> Any:
+        folders.append(dir)
+        return folder(prefix=prefix)
+
+    module = "isobit.parallel.processes"
+    for free in ([1500, 1500], [3000, 1500], [2001, 2001]):
+        seen = SimpleNamespace(free=free[world.rank])
+        usage = {f"{module}.disk_usage": lambda _, seen=seen: seen}
+        attempt("room", {f"{module}.TemporaryDirectory": noted, **usage})
+    said["folders"] = str([one is not None for one in folders])
+    gpu = "torch.distributed._symmetric_memory"
+    empty = fail(torch.OutOfMemoryError("no 1000 bytes"), 1, lambda *_, **__: torch.zeros(250))
+    waits = fail(RuntimeError("it waits for ever"), 0, None)
+    cuda = {f"{gpu}.empty": empty, f"{gpu}.rendezvous": waits}
+    attempt("memory", {**cuda, "torch.cuda.synchronize": lambda _: None}, "cuda")
+    return said
+
+
+def test_where_one_rank_has_no_memory_for_all_to_read_all_are_told() -> None:
+    first, second = in_world(2, f"{__name__}:fail_to_share")
+    for case, reason in (("full", "No space left on device"), ("unread", "unable to mmap")):
+        assert first[case] == second[case]
+        assert first[case].startswith("ConfigError: 2 processes that share an engine need")
+        assert reason in first[case] and "cluster.rollout_tp = 1" in first[case]
+    assert first["room"] == second["room"] == "2 of 1000"
+    assert first["folders"] == second["folders"] == "[False, False, True]", "room for both"
+    assert second["memory"] == "OutOfMemoryError: no 1000 bytes"
+    assert first["memory"].startswith("OutOfMemoryError: rank 1: ")

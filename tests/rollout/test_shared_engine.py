@@ -1,7 +1,9 @@
 """An engine that ranks share gives what the engine of one rank gives, and ends with all of them."""
 
+import re
 from functools import cache
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,13 +15,13 @@ from isobit.models.policy import Policy
 from isobit.models.policy_share import PublishedShare
 from isobit.parallel.world import ALONE, Alone, World, is_raised_on_all
 from isobit.records.wire import completions_of, completions_value
-from isobit.rollout.engine import generate
+from isobit.rollout.engine import SampleEvent, generate
 from isobit.rollout.engine_stats import Progress
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Request
-from isobit.rollout.shared import generate_shared
+from isobit.rollout.shared import WorkQueue, generate_shared
 from isobit.rollout.shared_engine import SharedEngine
-from isobit.util.errors import Interrupted, MismatchError, OutOfMemoryError
+from isobit.util.errors import Interrupted, MismatchError, OutOfMemoryError, PeerError
 from tests.ranks import in_ranks
 from tests.rollout.test_shared import Mover, flat, raised, slow
 from tests.rollout.test_tensor_parallel import MODEL, masters, requests
@@ -153,6 +155,37 @@ def test_a_rank_that_fails_alone_does_not_wait_for_the_others(failing: int) -> N
     assert not is_raised_on_all(raised.value)
 
 
+def lose_the_others(world: World, stopped: list[int]) -> None:
+    engine, own = engine_of(make_policy(world), world, Alone())
+    step = own.step
+
+    def lost(_: torch.Tensor) -> torch.Tensor:
+        raise PeerError(None, "the connection is closed")
+
+    def step_and_lose() -> list[SampleEvent]:
+        events = step()
+        if world.rank == 0:
+            engine._world = cast("World", SimpleNamespace(rank=0, all_gather_stack=lost))
+        return events
+
+    own.step = step_and_lose  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        generate_shared(world, engine, requests())
+    finally:
+        stopped.append(own.num_live)
+
+
+def test_one_that_cannot_tell_the_others_ends_by_itself_and_stops_the_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stops, live = list[int](), list[int]()
+    monkeypatch.setattr(WorkQueue, "stop", lambda queue: stops.append(queue._rank))
+    with pytest.raises(PeerError, match="the connection is closed") as raised:
+        in_ranks(2, lambda world: lose_the_others(world, live))
+    assert getattr(raised.value, "isobit_alone", False)
+    assert stops == [0] and live[0] == 0
+
+
 def come_apart(world: World) -> None:
     engine, own = engine_of(make_policy(world), world, Alone())
     generate_shared(world, engine, requests()[:1])
@@ -161,5 +194,10 @@ def come_apart(world: World) -> None:
 
 
 def test_ranks_that_have_come_apart_are_found() -> None:
-    with pytest.raises(MismatchError, match="which share an engine, have come apart"):
+    with pytest.raises(MismatchError, match="which share an engine, have come apart") as raised:
         in_ranks(2, come_apart)
+    state = r"(\d+) tokens in (\d+) forwards and has 0 samples left"
+    numbers = re.search(rf"this one has drawn {state}, and the first {state};", str(raised.value))
+    assert numbers is not None
+    tokens, forwards, *of_first = map(int, numbers.groups())
+    assert [tokens, forwards - 1] == of_first

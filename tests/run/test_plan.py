@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,14 +19,18 @@ from isobit.memory.cards import Card, read_card
 from isobit.memory.device import DevicePlan
 from isobit.memory.host import MemoryEstimate
 from isobit.models import policy
+from isobit.parallel.gradient_sum import ONE_SLOT
+from isobit.parallel.world import World
 from isobit.run import model_source
 from isobit.run import plan as plan_module
 from isobit.run import plan as planning
+from isobit.run import run as run_module
 from isobit.run.resolved import resolve
 from isobit.run.rl_run import RlRun, prepare_rl, read_rl
 from isobit.store.manifest import environment
 from isobit.util.errors import CheckpointError, ConfigError, RequestError
 from isobit.util.machine import Memory
+from tests.ranks import in_ranks
 
 MakeConfig = Callable[..., RunConfig]
 PLENTY = Memory(total=1 << 40, available=1 << 40)
@@ -123,6 +128,31 @@ def test_a_run_on_a_gpu_is_planned_with_its_memory(
     assert "50 pages of 128 tokens in rollout; micro-batches of up to 84 tokens in training" in text
     with pytest.raises(RequestError, match="2 pages of 128 tokens, and the KV cache has 1"):
         plan_run(make_config(rollout={"max_new_tokens": 150, "kv_pages": 1}))
+
+
+def test_ranks_that_share_an_engine_have_the_pages_of_the_one_with_the_least_memory(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = read_rl(resolve(make_config(rollout={"max_sequences": 1_000_000})))
+    monkeypatch.setattr(run_module, "allocate_in_pages", lambda _: None)
+
+    def pages(*totals: int) -> list[int]:
+        free = list(totals)
+        on_a_gpu(monkeypatch, 0)
+        monkeypatch.setattr(planning, "available_memory", lambda _: free.pop())
+
+        def planned(world: World) -> int:
+            rank = cast("RlRun", SimpleNamespace(world=world))
+            device = torch.device("cuda")
+            made = RlRun._planned_memory(rank, plan, device, True, ONE_SLOT, world)
+            assert made is not None
+            return made.pages
+
+        return in_ranks(len(totals), planned)
+
+    least, most = pages(8 << 30, 8 << 30), pages(9 << 30, 9 << 30)
+    assert least[0] < most[0]
+    assert pages(8 << 30, 9 << 30) == least
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,7 @@ def _launch(command: str, config: Recipe, arguments: Sequence[str]) -> None:
         if cluster.launcher == "ray":
             from isobit.launch.ray_launcher import launch_on_ray
 
-            fewest = 1 if again else cluster.processes
+            fewest = cluster.rollout_tp if again else cluster.processes
             launch_on_ray(words, cluster.processes, config.threads, config.device, fewest)
         else:
             launch(words, cluster.processes, config.threads)

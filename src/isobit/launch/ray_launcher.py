@@ -43,7 +43,7 @@ def launch_on_ray(
     arguments: Sequence[str], size: int, threads: int | None, device: Device, fewest: int
 ) -> None:
     """``python ARGUMENTS`` in ``size`` processes on a Ray cluster, until all have ended without an
-    error; in fewer, down to ``fewest``, where the cluster has no room for more.
+    error; in fewer, a multiple of ``fewest``, where the cluster has no room for all.
 
     Raises RankError and Interrupted as ``launcher.launch`` does, and ConfigError where ray is
     missing or the cluster is too small.
@@ -267,7 +267,7 @@ class _Places:
         on_gpus = device == "cuda" or (device == "auto" and any(n.get("GPU") for n in nodes))
         bundle = {"CPU": float(threads), **({"GPU": 1.0} if on_gpus else {})}
         room = [_times(bundle, node) for node in nodes]
-        self.size = min(size, sum(room))
+        self.size = size if sum(room) >= size else sum(room) // fewest * fewest
         if self.size < fewest:
             raise ConfigError(
                 f"{fewest} processes take {_said(bundle)} each, and the Ray cluster has room for "

@@ -7,7 +7,7 @@ policy's own forward on it, so equal bytes give equal bits, whatever else is in 
 
 import hashlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +57,7 @@ class FrozenPolicy:
         self.backend = backend
         self.decoder: Decoder = build_decoder(config)
         self._weights = weights
-        self._held = _held(weights, self.decoder)
+        self._held = list(_held(weights, self.decoder))
         self._places: list[torch.Tensor] | None = None  # the tensors in main memory, if offloaded
         self._visits = False  # whether offloaded weights are on the device
         self._compared: tuple[weakref.ref[Policy], int, bool] | None = None
@@ -98,8 +98,7 @@ class FrozenPolicy:
             weights = _without_adapters(policy.weights(SIDE), flow.training)
             return cls(config, flow, policy.backend, weights)
         flow = policy.flow.frozen(SIDE)
-        own = policy.weights(SIDE)
-        weights = _copy(replace(own, linears=dict(own.linears)), decoder, flow.training)
+        weights = _copy(policy.weights(SIDE), decoder, flow.training)
         frozen = cls(config, flow, policy.backend, weights)
         frozen._remember(policy, flow.training == policy.flow.training)
         return frozen
@@ -118,7 +117,7 @@ class FrozenPolicy:
         with ``LINEAR.weight.scales``, and all other masters' published tensors by their names.
         lm_head's other form and the rotary table are functions of the rest.
         """
-        return _named(self._weights, self.decoder)
+        return dict(_named(self._weights, self.decoder))
 
     def digest(self) -> str:
         """The SHA-256 of ``tensors``, including names, formats and shapes; computed once."""
@@ -253,28 +252,35 @@ class FrozenPolicy:
         self._compared = weakref.ref(policy), policy.version, equal
 
 
-def _named(weights: Weights, decoder: Decoder) -> dict[str, torch.Tensor]:
-    """The tensors published from the masters of ``decoder``, each once, by name."""
-    named: dict[str, torch.Tensor] = {}
+def _named(weights: Weights, decoder: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors published from the masters of ``decoder``, each once, by name. A matrix that
+    ranks share is gathered when its turn comes.
+    """
     for path, linear in weights.linears.items():
         if isinstance(linear.matrix, torch.Tensor):
-            named[f"{path}.weight"] = linear.matrix
+            yield f"{path}.weight", linear.matrix
         else:
-            named[f"{path}.weight"] = linear.matrix.values
-            named[f"{path}.weight.scales"] = linear.matrix.scales
+            yield f"{path}.weight", linear.matrix.values
+            yield f"{path}.weight.scales", linear.matrix.scales
         if linear.bias is not None:
-            named[f"{path}.bias"] = linear.bias
+            yield f"{path}.bias", linear.bias
+    yield from _plain(weights, decoder).items()
+
+
+def _plain(weights: Weights, decoder: Decoder) -> dict[str, torch.Tensor]:
     masters = decoder.masters()
-    return named | {name: x for name, x in weights.plain.items() if name in masters}
+    return {name: x for name, x in weights.plain.items() if name in masters}
 
 
-def _held(weights: Weights, decoder: Decoder) -> list[torch.Tensor]:
+def _held(weights: Weights, decoder: Decoder) -> Iterator[torch.Tensor]:
     """Every tensor that the decoder reads, once, in a fixed order."""
-    tensors = [*_named(weights, decoder).values(), *weights.rope.tensors()]
+    yield from (tensor for _, tensor in _named(weights, decoder))
+    yield from weights.rope.tensors()
+    others = [*_plain(weights, decoder).values(), *weights.rope.tensors()]
     for derived in () if weights.head is None else weights.head.tensors:
-        if not any(derived is tensor for tensor in tensors):
-            tensors.append(derived)
-    return tensors
+        if not any(derived is tensor for tensor in others):
+            others.append(derived)
+            yield derived
 
 
 def _without_adapters(weights: Weights, graph: Graph) -> Weights:
@@ -286,34 +292,33 @@ def _without_adapters(weights: Weights, graph: Graph) -> Weights:
 
 def _copy(weights: Weights, decoder: Decoder, graph: Graph) -> Weights:
     """A copy of all tensors that a decoder reads, for ``graph``; shared tensors stay shared."""
-    copies = {id(tensor): tensor.clone() for tensor in _held(weights, decoder)}
-
-    def copied(matrix: Operand) -> Operand:
-        if isinstance(matrix, torch.Tensor):
-            return copies[id(matrix)]
-        assert isinstance(matrix, QuantisedWeight), "a weight is a matrix or in 8 bits"
-        values, scales = copies[id(matrix.values)], copies[id(matrix.scales)]
-        return replace(matrix, values=values, scales=scales)
-
     linears = {
         path: LinearWeight(
-            one.site, copied(one.matrix), None if one.bias is None else copies[id(one.bias)]
+            one.site, _copied(one.matrix), None if one.bias is None else one.bias.clone()
         )
         for path, one in weights.linears.items()
     }
+    others = replace(weights, linears={})
+    copies = {id(tensor): tensor.clone() for tensor in _held(others, decoder)}
     plain = {name: copies[id(x)] for name, x in weights.plain.items() if id(x) in copies}
     rope = weights.rope.map(lambda tensor: copies[id(tensor)])
     head = None if weights.head is None else weights.head.map(lambda tensor: copies[id(tensor)])
     return Weights(weights.backend, rope, graph, linears, plain, head)
 
 
-def _same_bytes(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> bool:
-    """Compares the largest tensors, which change most easily, first."""
-    for name in sorted(theirs, key=lambda name: -theirs[name].nbytes):
-        other = theirs[name]
-        if not torch.equal(_bytes(mine[name].to(other.device)), _bytes(other)):
-            return False
-    return True
+def _copied(matrix: Operand) -> Operand:
+    if isinstance(matrix, torch.Tensor):
+        return matrix.clone()
+    assert isinstance(matrix, QuantisedWeight), "a weight is a matrix or in 8 bits"
+    return replace(matrix, values=matrix.values.clone(), scales=matrix.scales.clone())
+
+
+def _same_bytes(
+    mine: Mapping[str, torch.Tensor], theirs: Iterable[tuple[str, torch.Tensor]]
+) -> bool:
+    return all(
+        torch.equal(_bytes(mine[name].to(other.device)), _bytes(other)) for name, other in theirs
+    )
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@ read.
 A publication rounds every master to BF16 once and quantises it once, in place. Engine and trainer
 hold the same tensors, so new weights need no copy and no message; a site's weight exists once if
 rollout and training have the same formats there. Of several processes each owns and publishes some
-rows of every master (``isobit.parallel.ownership``); published weights are whole on all.
+rows of every master (``isobit.parallel.ownership``); published weights are whole on all, but for
+matrices of which ranks that share an engine hold a part each (``isobit.models.slices``).
 
 The masters, by name: ``embed_tokens.weight``, ``layers.N.{input_norm, post_attention_norm, q_norm,
 k_norm}.weight``, ``layers.N.{qkv_proj, o_proj, gate_up_proj, down_proj}.weight`` (q, k, v and gate,
@@ -190,7 +191,7 @@ class Policy:
             assert isinstance(values, torch.Tensor)
             master = values.to(self.device, torch.float32)
             self._published.republish(name, master, 0, self.shapes[name][0], self.change)
-        self._published.gather(self.world, {})
+        self._published.gather(self.world, dict.fromkeys(self.shapes, ()))
         self.version += 1
 
     @torch.no_grad()

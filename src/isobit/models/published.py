@@ -231,8 +231,9 @@ class PublishedWeights:
             world.all_gather_rows([tensor for tensor, _ in pairs], [at for _, at in pairs], places)
         if self.slices is not None:
             self.slices.store({name.rpartition(".")[0] for name in cuts})
-        if not self._decoder.has_adapters:  # with them it stays
-            self._derive_head()
+        head = self._decoder.head
+        if head is not None and head.master in cuts and not self._decoder.has_adapters:
+            self._derive_head()  # with adapters it stays
 
     def checksum(self, without: Collection[str] = ()) -> int:
         """The checksum of all published bytes (``isobit.models.safetensors``), by their places, but

@@ -12,6 +12,7 @@ any time but in a publication, which all ranks make together layer by layer.
 
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 
@@ -67,10 +68,9 @@ class Slices:
     def share(self) -> None:
         """Let all ranks read all rows, and both sides whole matrices.  All ranks together."""
         world = self.split.world
-        tensors = [_tensors(one) for one in self._own.values()]
-        needed = sum(_room(x.nbytes) for of_matrix in tensors for x in of_matrix)
-        layout = needed, [[list(x.shape) for x in of_matrix] for of_matrix in tensors]
-        layouts = world.all_gather(layout)
+        needed = sum(_room(x.nbytes) for own in self._own.values() for x in _tensors(own))
+        shapes = [[list(x.shape) for x in _tensors(own)] for own in self._own.values()]
+        layouts = world.all_gather((needed, shapes))
         room = max(size for size, _ in layouts)
         memory = world.shared(room, next(iter(self._sides.values())).backend.device)
         for of_rank, (_, shapes) in zip(memory, layouts, strict=True):
@@ -86,9 +86,13 @@ class Slices:
         for weights in self._sides.values():
             linears = {path: (keys[id(one.matrix)], one) for path, one in weights.linears.items()}
             weights.linears = GatheredLinears(self, linears)
-        for key, own in self._own.items():
+        for key, own in self._own.items():  # a copy is freed when the next matrix has its place
             self._own[key] = _with_tensors(own, self._of_all[key][world.rank])
             _copy(self._own[key], own)
+            for weights in self._sides.values():
+                held = cast("GatheredLinears", weights.linears).held
+                if held[key[0]][0] == key:
+                    held[key[0]] = key, replace(held[key[0]][1], matrix=self._own[key])
         self.meet()
 
     def own(self, side: Side) -> dict[str, LinearWeight]:

@@ -8,7 +8,7 @@ lost connection to another rank is a ``PeerError``.
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from itertools import count, pairwise
 from pathlib import Path
@@ -32,14 +32,16 @@ from isobit.parallel.exchanges import (
 )
 from isobit.parallel.gather_rows import complete
 from isobit.parallel.launched import is_launched, rank_of_host, restarts, take_place
-from isobit.parallel.world import Alone, Board, Pulse, World, decode, encode
+from isobit.parallel.world import Alone, Board, Pulse, World, decode, encode, run_and_gather
 from isobit.util.errors import ConfigError, PeerError
-from isobit.util.terminal import say
+from isobit.util.terminal import gib, say
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 has another name for it."""
 _FOR_EVER = timedelta(days=7)
 """The limit of a collective: the watch finds ranks that are silent for too long."""
+_MEMORY = Path("/dev/shm")  # noqa: S108
+"""The folder of files that stay in memory."""
 _worlds = count()  # worlds of a process, each with its own names in the store
 
 
@@ -91,7 +93,10 @@ class Processes:
             timeout=_FOR_EVER,
         )
         self._group: dist.ProcessGroup | None = dist.group.WORLD
-        self._gpus: list[str | None] = self.all_gather(gpu)
+        places = self.all_gather([gpu, self.host])
+        self._gpus: list[str | None] = [gpu for gpu, _ in places]
+        self._here = [host for _, host in places].count(self.host)
+        """The run's ranks on this host."""
 
     def split(self, cuts: Sequence[int]) -> World:
         return self.split_groups([range(first, last) for first, last in pairwise(cuts)])
@@ -175,11 +180,7 @@ class Processes:
     def shared(self, size: int, device: torch.device) -> list[torch.Tensor]:
         if device.type != "cuda":
             return self._shared_host_memory(max(1, size))
-        try:
-            memory, problem = self._shared_memory(max(1, -(-size // 4)), device), ""
-        except (ImportError, AttributeError, RuntimeError) as error:
-            memory, problem = [], str(error).splitlines()[0]
-        problem = self._first_problem(problem)
+        memory, problem = self._shared_memory(max(1, -(-size // 4)), device)
         if problem:
             raise ConfigError(
                 f"GPUs of {self.host} cannot read each other's memory ({problem}), which processes "
@@ -189,15 +190,32 @@ class Processes:
 
     def _shared_host_memory(self, size: int) -> list[torch.Tensor]:
         """Files without a name, once all have opened them."""
-        with TemporaryDirectory(prefix="isobit-", dir=_memory_folder(size)) as folder:
-            mine = Path(folder) / "rows"
-            with mine.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, size)
-            names = self.all_gather(str(mine))
-            memory = [
-                torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name in names
-            ]
-            self.barrier("shared memory")
+        has_room = all(self.all_gather(_has_room(self._here * size)))
+        memory, mine, problem = list[torch.Tensor](), "", ""
+        with ExitStack() as stack:
+            try:
+                folder = TemporaryDirectory(prefix="isobit-", dir=_MEMORY if has_room else None)
+                mine = str(Path(stack.enter_context(folder)) / "rows")
+                with open(mine, "wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                problem = _first_line(error)
+            names = self.all_gather(mine)
+            if not (problem := self._first_problem(problem)):
+                try:
+                    memory = [
+                        torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
+                        for name in names
+                    ]
+                except (OSError, RuntimeError) as error:
+                    problem = _first_line(error)
+                problem = self._first_problem(problem)
+        if problem:
+            raise ConfigError(
+                f"{self.size} processes that share an engine need {gib(size)} each that all of "
+                f"them can read, in {_MEMORY} or the folder of temporary files, and cannot have it "
+                f"({problem}); make room there, or set cluster.rollout_tp = 1"
+            )
         return memory
 
     def _peer_copies(
@@ -206,31 +224,56 @@ class Processes:
         """The series on every rank, or on none, and the problem."""
         try:
             size = shared_numbers(self.size, numbers, buffers)
-            memory, problem = self._shared_memory(size, device), ""
-        except (ImportError, AttributeError, RuntimeError) as error:
-            memory, problem = None, str(error).splitlines()[0]
-        problem = self._first_problem(problem)
-        if memory is None or problem:
+            memory, problem = self._shared_memory(size, device)
+        except torch.OutOfMemoryError as error:
+            return None, _first_line(error)
+        if problem:
             return None, problem
         copies, problem = try_copies(memory, self.rank, numbers, buffers)
         problem = self._first_problem(problem)
         return (None, problem) if problem else (copies, "")
 
-    def _shared_memory(self, numbers: int, device: torch.device) -> list[torch.Tensor]:
-        """Zeros of every rank that each can write to, kept as long as the world."""
+    def _shared_memory(self, numbers: int, device: torch.device) -> tuple[list[torch.Tensor], str]:
+        """Zeros of every rank that each can write to, kept as long as the world, or the first
+        problem of any rank.  Raises torch.OutOfMemoryError on all where one has not the memory.
+        """
         # one device each is visible where the launcher says so, and then all have one name
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
         # no multicast: nothing here adds, and it is the part that drivers fail at
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        made: list[torch.Tensor] = []
+
+        def allocate() -> str:
+            try:
+                from torch.distributed import _symmetric_memory as symmetric
+
+                made.append(symmetric.empty(numbers, dtype=torch.float32, device=device).zero_())
+                torch.cuda.synchronize(device)
+            except torch.OutOfMemoryError:
+                raise
+            except (ImportError, AttributeError, RuntimeError) as error:
+                return _first_line(error)
+            return ""
+
+        # all meet below, or none: one that is missing would be waited for
+        if problem := next(filter(None, run_and_gather(self, allocate)), ""):
+            return [], problem
+        memory: list[torch.Tensor] = []
+        try:
+            memory = self._met(made[0])
+        except (ImportError, AttributeError, RuntimeError) as error:
+            problem = _first_line(error)
+        return memory, self._first_problem(problem)
+
+    def _met(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """The memory of every rank, once all are here with theirs."""
         from torch.distributed import _symmetric_memory as symmetric
 
-        mine = symmetric.empty(numbers, dtype=torch.float32, device=device).zero_()
-        torch.cuda.synchronize(device)
         assert self._group is not None
         shared = symmetric.rendezvous(mine, self._group)
         self._shared.append((mine, shared))
         return [
-            mine if rank == self.rank else shared.get_buffer(rank, (numbers,), torch.float32)
+            mine if rank == self.rank else shared.get_buffer(rank, mine.shape, torch.float32)
             for rank in range(self.size)
         ]
 
@@ -279,6 +322,7 @@ class _Part(Processes):
         self.board: Board = _StoreBoard(PrefixStore("isobit", self._store))
         self._shared: list[Any] = []
         self._gpus = [whole._gpus[rank] for rank in ranks]
+        self._here = whole._here
 
 
 class _Single(Alone):
@@ -315,12 +359,9 @@ class _Watched:
             self._work.wait()
 
 
-def _memory_folder(size: int) -> str | None:
-    """The folder for files that stay in memory; None for that of temporary ones, where it has not
-    the room.
-    """
-    folder = Path("/dev/shm")  # noqa: S108
-    return str(folder) if folder.is_dir() and disk_usage(folder).free > size else None
+def _has_room(size: int) -> bool:
+    """Whether files that stay in memory can have so many bytes."""
+    return _MEMORY.is_dir() and disk_usage(_MEMORY).free > size
 
 
 @contextmanager

@@ -258,8 +258,10 @@ class _Share:
             while self._all.finished < self._total and not self._is_stopped:
                 self._turn()
         except BaseException:
-            self._engine.abort(self._live)
-            self._queue.stop()
+            try:
+                self._engine.abort(self._live)
+            finally:
+                self._queue.stop()
             raise
         if self._is_stopped:
             self._engine.abort(self._live)

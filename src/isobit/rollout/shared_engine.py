@@ -101,13 +101,18 @@ class SharedEngine:
 
     def _check(self, expected: Sequence[int]) -> None:
         """Raises MismatchError where this rank's samples are not those of the first one."""
-        if self._state() != list(expected):
+        found = self._state()
+        if found != list(expected):
+            said, by_first = (
+                "{} tokens in {} forwards and has {} samples left".format(*state)
+                for state in (found, expected)
+            )
             numbers = ", ".join(map(str, self._world.numbers))
             raise raised_alone(
                 MismatchError(
                     f"the ranks {numbers}, which share an engine, have come apart: this one has "
-                    f"drawn {self._state()[0]} tokens and the first {expected[0]}; a machine or a "
-                    "connection between them is faulty: take it out and go on with --resume"
+                    f"drawn {said}, and the first {by_first}; a machine or a connection between "
+                    "them is faulty: take it out and go on with --resume"
                 )
             )
 
@@ -120,18 +125,27 @@ class SharedEngine:
         if self._is_lost:
             return
         message = b"" if name == "step" else encode([name, arguments])
-        self._world.all_gather_stack(torch.tensor([len(message)]))
+        self._passed(torch.tensor([len(message)]))
         if message:
-            self._world.all_gather_stack(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+            self._passed(torch.frombuffer(bytearray(message), dtype=torch.uint8))
 
     def _hear(self) -> tuple[str, Sequence[Any]]:
         """The call that the first rank tells of."""
-        size = int(self._world.all_gather_stack(torch.zeros(1, dtype=torch.int64))[0])
+        size = int(self._passed(torch.zeros(1, dtype=torch.int64))[0])
         if not size:
             return "step", ()
         room = torch.zeros(size, dtype=torch.uint8)
-        name, arguments = decode(bytes(self._world.all_gather_stack(room)[0].numpy()))
+        name, arguments = decode(bytes(self._passed(room)[0].numpy()))
         return name, arguments
+
+    def _passed(self, mine: torch.Tensor) -> torch.Tensor:
+        """What each rank brings.  One that has lost another tells nobody anything from then on."""
+        try:
+            return self._world.all_gather_stack(mine)
+        except PeerError as error:
+            self._is_lost = True
+            raised_alone(error)
+            raise
 
     def _made(self, call: Callable[..., T], *arguments: Any) -> T:
         """A call on this rank.  Raises what the others raise too; all else at once."""

@@ -22,6 +22,7 @@ from isobit.memory.device import MOMENTS, DevicePlan, DevicePlanner
 from isobit.models.decoder import checkpoint_shapes, decoder_shape
 from isobit.models.folder import DescribedModel, choose_device
 from isobit.models.saving import quantised_sites, whole_blocks
+from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.rollout.requests import Request
 from isobit.run.data import RlData, SftData
@@ -134,10 +135,13 @@ def plan_device_memory(
     learns: bool = True,
     hosts: int = 1,
     card: Card | None = None,
+    sharing: World = ALONE,
 ) -> DevicePlan:
     """The plan of the memory that a device has for itself, of each of so many processes that train
     together; ``here`` are on this machine.  One that never ``learns`` only samples; ``hosts``
-    compute slots side by side.  With a ``card`` nothing of this machine is asked.
+    compute slots side by side.  With a ``card`` nothing of this machine is asked.  The ranks
+    ``sharing`` an engine, which all call it, plan with the least memory of theirs, since they have
+    as many pages.
 
     Raises ConfigError where the plan does not fit, and where the main memory does not hold what is
     to go there.
@@ -149,7 +153,7 @@ def plan_device_memory(
     memory = read_memory() if card is None else None
     rollout = config.rollout if plan.samples_here else None
     sizes = support_for(device.type, card).sizes
-    total = available_memory(device) if card is None else card.total
+    total = card.total if card else min(sharing.all_gather(available_memory(device)))
     frozen = plan.frozen if learns else tuple(one for one in plan.frozen if one.grades)
     planner = DevicePlanner(
         shape,

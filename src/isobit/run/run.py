@@ -108,7 +108,7 @@ class Run(ABC, Generic[Config, Data]):
             torch.set_num_threads(config.threads)
         device = world.own_device(plan.choose_device())
         slots = Slots.of(plan.training.slots, world)
-        device_plan = self._planned_memory(plan, device, learns, slots)
+        device_plan = self._planned_memory(plan, device, learns, slots, sharing)
         if device_plan is not None:
             rollout = rollout.model_copy(update={"kv_pages": device_plan.pages})
         self.model = plan.source.load(
@@ -155,7 +155,12 @@ class Run(ABC, Generic[Config, Data]):
         return extras
 
     def _planned_memory(
-        self, plan: Plan[Config, Data], device: torch.device, learns: bool, slots: Slots
+        self,
+        plan: Plan[Config, Data],
+        device: torch.device,
+        learns: bool,
+        slots: Slots,
+        sharing: World,
     ) -> DevicePlan | None:
         """The plan of the device's own memory, which is taken in pages from here on; None where it
         has none.
@@ -164,7 +169,9 @@ class Run(ABC, Generic[Config, Data]):
             return None
         world = self.world
         here = world.all_gather(world.host).count(world.host)
-        device_plan = plan_device_memory(plan, device, world.size, here, learns, slots.hosts)
+        device_plan = plan_device_memory(
+            plan, device, world.size, here, learns, slots.hosts, sharing=sharing
+        )
         allocate_in_pages(device)
         return device_plan
 

@@ -1,0 +1,46 @@
+"""How many ranks a Ray cluster is asked for, which needs no cluster to test."""
+
+from typing import Any, cast
+
+import pytest
+
+from isobit.cli import training
+from isobit.config.recipes import Recipe
+from isobit.config.tables import ClusterConfig
+from isobit.launch import local, ray_launcher
+from isobit.launch.ray_launcher import _Places
+from isobit.util.errors import ConfigError
+
+
+def test_as_many_are_taken_as_share_engines_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [{"CPU": 4.0}, {"CPU": 3.0}]
+    monkeypatch.setattr(ray_launcher, "_nodes", lambda: nodes)
+    monkeypatch.setattr(ray_launcher, "_placed", lambda *_: None)
+    monkeypatch.setattr(_Places, "_actor", lambda *_: None)
+    assert [_Places(8, 1, "cpu", fewest).size for fewest in (1, 2, 4, 5)] == [7, 6, 4, 5]
+    assert _Places(7, 1, "cpu", 2).size == 7
+    for size in (8, 16):
+        with pytest.raises(ConfigError, match=r"8 processes take 1 CPU each, .* room for 7 of"):
+            _Places(size, 1, "cpu", 8)
+
+
+def test_a_run_is_started_again_by_as_many_as_share_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Config:
+        cluster = ClusterConfig(launcher="ray", processes=8, rollout_tp=2)
+        threads, device = 1, "cpu"
+
+    def with_restarts(start: Any, words: list[str], restarts: int) -> None:
+        start(words, False)
+        start(words, True)
+
+    def launch(words: list[str], size: int, threads: int, device: str, fewest: int) -> None:
+        asked.append((size, fewest))
+
+    monkeypatch.setattr(local, "with_restarts", with_restarts)
+    monkeypatch.setattr(ray_launcher, "launch_on_ray", launch)
+    training._launch("train", cast("Recipe", Config()), [])
+    assert asked == [(8, 8), (8, 2)]
