@@ -260,7 +260,7 @@ def test_fine_tuning_is_planned_before_weights_are_read(
     """
     asked: list[TrainingConfig] = []
 
-    def refuse(plan: Plan[Any, Any], *_: object) -> DevicePlan:
+    def refuse(plan: Plan[Any, Any], *_: object, **__: object) -> DevicePlan:
         asked.append(plan.training)
         raise ConfigError("no room")
 
