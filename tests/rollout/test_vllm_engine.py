@@ -246,7 +246,7 @@ def test_stop_strings_and_aborts_end_samples_here() -> None:
     assert not fake_vllm.Llm.made[0].llm_engine.waiting
 
 
-def test_what_it_cannot_serve_is_refused() -> None:
+def test_what_it_cannot_serve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(policy_of("bf16"))
     with pytest.raises(RequestError, match=r"top_k, top_p or min_p.*rollout\.engine = 'native'"):
         engine.submit([replace(requests()[0], sampling=SamplingParams(4, 1.0, top_p=0.9))])
@@ -257,8 +257,9 @@ def test_what_it_cannot_serve_is_refused() -> None:
         engine_of(policy_of("bf16", family="mixtral", experts=Experts(4, 2, 64, True)))
     assert engine.num_live == 0
     lowered = policy_of("bf16")
-    lowered.backend = Mock(wraps=lowered.backend)
-    lowered.backend.name = "triton"
+    portable = Mock(wraps=lowered.backend)
+    portable.name = "triton"
+    monkeypatch.setattr(lowered, "backend", portable)
     with pytest.raises(ConfigError, match="all kernels of its process compiled for sm_80"):
         engine_of(lowered)
 
