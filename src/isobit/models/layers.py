@@ -79,6 +79,11 @@ class Master:
     weights have their centre at zero.
     """
 
+    @property
+    def modules(self) -> dict[str, int]:
+        """The rows of each part by its module's own name: q_proj of layers.0.self_attn.q_proj."""
+        return {part.split(".")[-2]: rows for part, rows in self.parts.items()}
+
     def of_checkpoint(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """The checkpoint's tensors by name: the parts' rows of ``values``, not copied."""
         if not self.parts:

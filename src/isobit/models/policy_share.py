@@ -109,13 +109,13 @@ class PublishedShare:
 def _keep_share(weights: Weights, name: str, master: Master, head: Head) -> None:
     """Replace what was just published of a master by this rank's rows of it."""
     linears, split, path = weights.linears, weights.tensor_parallel, name.rpartition(".")[0]
-    parts = {part.split(".")[-2]: rows for part, rows in master.parts.items()}
     if master.kind == "matrix":
-        linears[path] = replace(linears[path], matrix=split.rows(linears[path].matrix, parts))
+        matrix = split.rows(linears[path].matrix, master.modules)
+        linears[path] = replace(linears[path], matrix=matrix)
     elif master.kind == "bias":
         bias = linears[path].bias
         assert bias is not None
-        linears[path] = replace(linears[path], bias=split.rows(bias, parts))
+        linears[path] = replace(linears[path], bias=split.rows(bias, master.modules))
     elif name == head.master:
         _take_head(weights, weights, head)
 

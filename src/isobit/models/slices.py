@@ -38,9 +38,7 @@ class Slices:
     ) -> None:
         self.split, self._sides = split, sides
         self._parts = {
-            name.rpartition(".")[0]: {
-                part.split(".")[-2]: rows for part, rows in master.parts.items()
-            }
+            name.rpartition(".")[0]: master.modules
             for name, master in masters.items()
             if master.kind == "matrix"
         }
