@@ -59,11 +59,26 @@ def assemble(ptx: str, generation: int) -> Assembled:
     return Assembled(cubin, int(registers), int(spilled))
 
 
-def assert_multiplies_by(made: Compiled, instruction: str) -> None:
-    """That the tensor cores of every generation have one instruction for all products."""
+def assert_multiplies_by(made: Compiled, instruction: str, in_a_row: int | None = None) -> None:
+    """That the tensor cores of every generation have one instruction for all products, and add so
+    many of them, one behind the other, to each sum.
+    """
     for generation in SHARED:
         sass = disassembled(assemble(made.ptx, generation).cubin)
         assert set(re.findall(r"\b\w*MMA\b[.\w]*", sass)) == {instruction}, generation
+        assert in_a_row is None or _in_a_row(sass) == {in_a_row}, generation
+
+
+def _in_a_row(sass: str) -> set[int]:
+    """How many products are added to one sum before another begins, of each such number once: the
+    registers that one has made are those that the next adds to.
+    """
+    lengths, found = dict[str, int](), set[int]()
+    for made, before in re.findall(r"MMA\S* (R\d+), [\w.]+, [\w.]+, (R\d+|RZ)", sass):
+        length = lengths.pop(before, 0) + 1
+        found |= {lengths.pop(made)} if made in lengths else set()
+        lengths[made] = length
+    return found | set(lengths.values())
 
 
 def assert_assembles(made: Compiled, spills: Mapping[int, int] | None = None) -> None:

@@ -55,7 +55,7 @@ def test_product(rows: int, warps: int, k: int) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("rows", "warps"), [(16, 4), (128, 8)])
 def test_machine_code(rows: int, warps: int) -> None:
-    assert_multiplies_by(product(rows, warps, 4096), "HMMA.16816.F32")
+    assert_multiplies_by(product(rows, warps, 4096), "HMMA.16816.F32", IN_A_BLOCK)
 
 
 def test_tiles_of_all_sizes() -> None:

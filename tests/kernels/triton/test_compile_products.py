@@ -61,9 +61,11 @@ def test_bf16(m: int, turned: bool, k: int) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("m", [5, 300])
+@pytest.mark.parametrize("m", [5, 64, 300])
 def test_machine_code(m: int) -> None:
-    assert_multiplies_by(bf16(m, turned=False, k=4096), "HMMA.16816.F32.BF16")
+    """In tiles of every size an element is one sum, in steps of 16 of K."""
+    steps = gemm.cut_of_bf16(m).depth // 16
+    assert_multiplies_by(bf16(m, turned=False, k=4096), "HMMA.16816.F32.BF16", steps)
 
 
 @pytest.mark.few(1)

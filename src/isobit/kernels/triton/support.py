@@ -10,6 +10,7 @@ import torch
 from isobit.kernels.backend import ModelNeeds
 from isobit.kernels.triton import sizes as sizes  # noqa: PLC0414 (said to be part of this module)
 from isobit.kernels.triton.heads import heads_problem
+from isobit.util.plain_files import read_plain
 
 has_own_memory = True
 libraries = ("triton",)
@@ -31,7 +32,7 @@ def device_model(device: torch.device) -> str | None:
 def figures(device: torch.device) -> Mapping[str, str | int]:
     """The name, generation and sizes of a card, and the versions of its driver and of CUDA."""
     found = torch.cuda.get_device_properties(device)
-    driver = re.search(r"\s(\d+\.[\d.]+)\s", DRIVER.read_text()) if DRIVER.is_file() else None
+    driver = re.search(rb"\s(\d+\.[\d.]+)\s", read_plain(DRIVER)) if DRIVER.is_file() else None
     return {
         "name": found.name,
         "generation": f"sm_{found.major}{found.minor}",
@@ -39,7 +40,7 @@ def figures(device: torch.device) -> Mapping[str, str | int]:
         "multiprocessors": found.multi_processor_count,
         "shared_memory_bytes": found.shared_memory_per_block_optin,
         "cuda": str(torch.version.cuda),
-        "driver": driver[1] if driver is not None else "unknown",
+        "driver": driver[1].decode() if driver is not None else "unknown",
     }
 
 
