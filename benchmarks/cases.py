@@ -19,8 +19,9 @@ import torch
 
 from isobit.config.precision import PrecisionConfig
 from isobit.config.training import Recompute
-from isobit.models.config import ModelConfig, model_shape
+from isobit.models.config import ModelConfig
 from isobit.models.decoder import master_shapes
+from isobit.models.shapes import model_shape
 from isobit.records.batch import PackedBatch
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.requests import Request

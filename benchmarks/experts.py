@@ -18,7 +18,8 @@ from isobit.kernels.hopper.backend import HopperBackend
 from isobit.kernels.operands import ExpertGradients, LinearInput, LinearWeight
 from isobit.kernels.triton.linear import linear_input
 from isobit.kernels.triton.quantise import publish
-from isobit.models.config import Experts, ModelConfig, model_shape
+from isobit.models.config import Experts, ModelConfig
+from isobit.models.shapes import model_shape
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Format
 

@@ -29,9 +29,9 @@ from typing import Any
 from benchmarks.common import card_row, printed
 from benchmarks.loading import write_folder
 from benchmarks.whole_run import write_prompts, write_tokenizer
-from isobit.models.config import model_shape
 from isobit.models.folder import describe_model
 from isobit.models.safetensors import SHARD_BYTES
+from isobit.models.shapes import model_shape
 from isobit.store.directory import RunDirectory
 from isobit.store.journals import whole_lines
 

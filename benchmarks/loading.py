@@ -204,8 +204,8 @@ def main() -> None:
     if options.read is not None:
         lines = measure(options.read, options.precision, options.trainable, options.started_at)
     else:
-        from isobit.models.config import model_shape
         from isobit.models.safetensors import SHARD_BYTES
+        from isobit.models.shapes import model_shape
 
         folder = options.folder or Path(tempfile.mkdtemp(prefix=f"isobit-{options.shape}-"))
         if not (folder / "config.json").is_file():

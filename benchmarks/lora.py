@@ -54,8 +54,9 @@ from isobit.config.lora import LORA_TARGETS
 from isobit.config.rollout import RolloutConfig
 from isobit.kernels.operands import AdapterGradients, AdapterWeight, LinearWeight
 from isobit.models.adapters import adapter_masters
-from isobit.models.config import Lora, ModelConfig, model_shape
+from isobit.models.config import Lora, ModelConfig
 from isobit.models.policy import Policy, random_policy
+from isobit.models.shapes import model_shape
 from isobit.precision.flow import LinearShape
 from isobit.rollout.native import NativeEngine
 

@@ -56,8 +56,8 @@ from isobit.memory.device import DevicePlanner
 from isobit.memory.sharing import DeviceSharing
 from isobit.memory.speed import ROWS as SPEED_ROWS
 from isobit.memory.speed import SpeedShape, StepWork, estimate_step
-from isobit.models.config import model_shape
 from isobit.models.policy import random_policy
+from isobit.models.shapes import model_shape
 from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Request

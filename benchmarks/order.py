@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks.cases import MODES, RolloutCase, make_requests, precision_of, rollout_prompts
 from benchmarks.common import allocate_in_pages, card_row, printed
 from isobit.config.rollout import RolloutConfig
-from isobit.models.config import model_shape
 from isobit.models.policy import random_policy
+from isobit.models.shapes import model_shape
 from isobit.rollout import scheduler
 from isobit.rollout.native import NativeEngine
 

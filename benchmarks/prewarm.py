@@ -20,8 +20,9 @@ from isobit.kernels.operands import LinearWeight
 from isobit.kernels.triton.experts import choose
 from isobit.kernels.triton.linear import linear_input
 from isobit.kernels.triton.quantise import QuantRows
-from isobit.models.config import ModelConfig, model_shape
+from isobit.models.config import ModelConfig
 from isobit.models.decoder import decoder_shape
+from isobit.models.shapes import model_shape
 from isobit.precision.quant_tensor import Format, QuantTensor
 from isobit.rollout.graph_runner import graph_sizes
 

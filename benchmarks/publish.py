@@ -26,8 +26,8 @@ def measure_publish(shape: str, precision: str, copy_tb_per_s: float) -> dict[st
     import torch
 
     from isobit.config.precision import PrecisionConfig
-    from isobit.models.config import model_shape
     from isobit.models.policy import random_policy
+    from isobit.models.shapes import model_shape
 
     policy = random_policy(
         model_shape(shape), PrecisionConfig.model_validate(precision), seed=0, device="cuda"

@@ -33,8 +33,9 @@ from benchmarks.passes import Phases, measured
 from benchmarks.rl_steps import ROLLOUT, Loop, requests_of
 from isobit.config.training import TrainingConfig
 from isobit.memory.activations import published_bytes
-from isobit.models.config import ModelConfig, model_shape
+from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
+from isobit.models.shapes import model_shape
 from isobit.parallel.exchanges import Exchanges
 from isobit.parallel.processes import Processes
 from isobit.parallel.world import World

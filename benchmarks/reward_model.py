@@ -35,10 +35,11 @@ from isobit.config.recipes import SftConfig
 from isobit.data.examples import conversation_ids
 from isobit.data.sources import Row
 from isobit.data.tokenizer import load_tokenizer
-from isobit.models.config import ModelConfig, model_shape
+from isobit.models.config import ModelConfig
 from isobit.models.decoder import master_shapes
 from isobit.models.frozen import FrozenPolicy, RewardModel, load_reward_model
 from isobit.models.policy import random_masters
+from isobit.models.shapes import model_shape
 from isobit.observe.console import Console
 from isobit.run.sft import sft
 from isobit.starter import starter_folder

@@ -66,11 +66,12 @@ from isobit.config.rollout import RolloutConfig
 from isobit.config.training import Recompute, TrainingConfig
 from isobit.memory.activations import FrozenModel
 from isobit.memory.sharing import DeviceSharing
-from isobit.models.config import ModelConfig, model_shape
+from isobit.models.config import ModelConfig
 from isobit.models.decoder import decoder_shape
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.function import is_one_function
 from isobit.models.policy import Policy, random_masters, random_policy
+from isobit.models.shapes import model_shape
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import build_flow
 from isobit.records.sequence import TokenSequence

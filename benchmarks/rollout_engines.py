@@ -36,10 +36,10 @@ from benchmarks.rollout_floor import step_bytes
 from isobit.config.rollout import RolloutConfig
 from isobit.launch.local import launch
 from isobit.launch.own_rank import as_rank
-from isobit.models.config import model_shape
 from isobit.models.function import SampledPolicy
 from isobit.models.policy import Policy, random_masters
 from isobit.models.policy_share import PolicyShare
+from isobit.models.shapes import model_shape
 from isobit.models.tensor_parallel import check_ranks
 from isobit.parallel.black_box import end_with_launcher
 from isobit.parallel.launched import is_launched

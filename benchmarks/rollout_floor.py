@@ -23,8 +23,9 @@ from isobit.kernels.hopper.gemm import bf16_gemm_nt, fp8_gemm_nt
 from isobit.kernels.hopper.int8 import int8_gemm_nt
 from isobit.kernels.triton.attention import PackedKeys
 from isobit.kernels.triton.quantise import publish_blocks, quantise_int8, quantise_rows
-from isobit.models.config import ModelConfig, model_shape
+from isobit.models.config import ModelConfig
 from isobit.models.decoder import decoder_shape
+from isobit.models.shapes import model_shape
 from isobit.precision.quant_tensor import E4M3, QuantTensor
 from isobit.util.errors import ConfigError
 

@@ -21,9 +21,9 @@ from benchmarks.cases import MODES, precision_of
 from benchmarks.common import allocate_in_pages, card_row, printed
 from benchmarks.passes import free_memory, peak_gib
 from isobit.config.training import Recompute
-from isobit.models.config import model_shape
 from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import ScoredPass
+from isobit.models.shapes import model_shape
 from isobit.records.batch import PackedBatch
 from isobit.records.packing import pack
 from isobit.records.sequence import TokenSequence

@@ -24,9 +24,9 @@ from benchmarks.common import card_row, make_parser, printed, run_command
 from isobit.config.rollout import RolloutConfig
 from isobit.data.stop_tokens import stop_token_ids
 from isobit.data.tokenizer import load_tokenizer
-from isobit.models.config import model_shape
 from isobit.models.folder import load_policy
 from isobit.models.policy import Policy, random_policy
+from isobit.models.shapes import model_shape
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.drafts import Drafter
 from isobit.rollout.engine import generate

@@ -51,8 +51,9 @@ from isobit.config.rollout import RolloutConfig
 from isobit.data.continuation import Continuation
 from isobit.data.tool_calls import Said, ToolCall
 from isobit.environments.pool import Environments, TurnAnswer
-from isobit.models.config import ModelConfig, model_shape
+from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
+from isobit.models.shapes import model_shape
 from isobit.parallel.world import ALONE
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.rollout import episodes, executor

@@ -35,9 +35,9 @@ import torch
 from benchmarks.common import printed, write_json
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.backend import backend_of
-from isobit.models.config import model_shape
 from isobit.models.decoder import build_decoder
 from isobit.models.policy import random_masters
+from isobit.models.shapes import model_shape
 from isobit.models.weight_deltas import (
     apply_change,
     digest_of,

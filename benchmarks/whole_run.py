@@ -40,9 +40,10 @@ from typing import Any
 from benchmarks.common import card_row, markdown, printed
 from benchmarks.engines import COLUMNS
 from benchmarks.loading import write_folder
-from isobit.models.config import ModelConfig, model_shape
+from isobit.models.config import ModelConfig
 from isobit.models.folder import describe_model
 from isobit.models.safetensors import SHARD_BYTES
+from isobit.models.shapes import model_shape
 from isobit.records.text import Completion, Prompt
 from isobit.store.journals import whole_lines
 from isobit.util.strict_json import json_text

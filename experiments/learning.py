@@ -36,9 +36,10 @@ from isobit.config.algorithm import GrpoConfig
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import TrainingConfig
-from isobit.models.config import ModelConfig, model_shape
+from isobit.models.config import ModelConfig
 from isobit.models.function import is_one_function
 from isobit.models.policy import random_policy
+from isobit.models.shapes import model_shape
 from isobit.records.text import Completion, Group, Prompt, SamplingParams
 from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine

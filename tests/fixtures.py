@@ -16,9 +16,9 @@ import torch
 from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig
 from isobit.kernels.spec.backend import SpecBackend
-from isobit.models.config import model_shape
 from isobit.models.policy import random_policy
 from isobit.models.saving import save_policy
+from isobit.models.shapes import model_shape
 from isobit.starter import starter_folder
 from tests.death import lie_still
 from tests.tiny import save_tiny, small_run, tiny_model

@@ -14,8 +14,9 @@ from math import prod
 from benchmarks.common import card_planner
 from isobit.config.training import Recompute, TrainingConfig
 from isobit.memory.device import DevicePlanner
-from isobit.models.config import SHAPES, ModelConfig
+from isobit.models.config import ModelConfig
 from isobit.models.decoder import master_shapes
+from isobit.models.shapes import SHAPES
 from isobit.models.tensor_parallel import with_heads_of_a_rank
 
 # The card and its links.

@@ -19,11 +19,12 @@ from isobit.commands import flows
 from isobit.commands.flows import compare_flows
 from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig
-from isobit.models.config import Experts, model_shape
+from isobit.models.config import Experts
 from isobit.models.decoder import decoder_shape, layer_parameters
 from isobit.models.folder import describe_model, load_model
 from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import Scorer
+from isobit.models.shapes import model_shape
 from isobit.observe import flow_choice
 from isobit.observe.console import Console
 from isobit.observe.evaluation import EvalResult

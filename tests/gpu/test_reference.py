@@ -13,11 +13,11 @@ from isobit.kernels.backend import DeviceMemory
 from isobit.memory.activations import FrozenModel
 from isobit.memory.device import DevicePlanner
 from isobit.memory.sharing import DeviceSharing
-from isobit.models.config import model_shape
 from isobit.models.decoder import Scorable
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import Scorer
+from isobit.models.shapes import model_shape
 from isobit.records.batch import PackedBatch
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer

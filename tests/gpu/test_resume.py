@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from isobit.models.config import model_shape
+from isobit.models.shapes import model_shape
 from isobit.starter.tasks import problems, question, worked_out
 from isobit.store.checkpoint import MASTERS, OPTIMISER, read_checkpoint
 from tests.gpu.small_runs import SMALL, write_recipe

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from isobit.config.precision import PrecisionConfig
+from isobit.kernels.operands import DeltaShape
 from isobit.precision.flow import LinearShape, PrecisionFlow, build_flow
 from tests.sites import shape_of_layers
 
@@ -18,6 +19,8 @@ class CacheShape:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    delta: DeltaShape | None = None
+    delta_layers: tuple[int, ...] = ()
 
     def flow(self, preset: str, **options: int) -> PrecisionFlow:
         """The flow of a preset and others of its options."""

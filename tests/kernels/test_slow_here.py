@@ -9,8 +9,8 @@ from isobit.config.precision import PrecisionConfig
 from isobit.kernels.backend import name_fallbacks
 from isobit.kernels.triton.slow import slow_here, slow_on
 from isobit.memory.cards import GPUS
-from isobit.models.config import model_shape
 from isobit.models.decoder import decoder_shape
+from isobit.models.shapes import model_shape
 from isobit.precision.flow import PrecisionFlow, build_flow
 
 SHAPE = decoder_shape(model_shape("qwen3-0.6b"))

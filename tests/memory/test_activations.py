@@ -17,16 +17,17 @@ from isobit.memory.activations import FrozenModel, page_locked, saved_bytes
 from isobit.memory.cache_size import RESERVE
 from isobit.memory.device import DevicePlan, DevicePlanner
 from isobit.memory.host import MemoryEstimate, estimate_memory
-from isobit.models.config import Experts, ModelConfig, model_shape
+from isobit.models.config import Experts, ModelConfig
 from isobit.models.decoder import decoder_shape
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import random_masters, random_policy
 from isobit.models.scorer import Scorer
+from isobit.models.shapes import model_shape
 from isobit.precision.flow import build_flow
 from isobit.util.errors import ConfigError
 from tests.memory import meta_memory
-from tests.models.policies import published_tensors, storage_bytes
+from tests.models.policies import delta_nets, published_tensors, storage_bytes
 
 GIB = 1 << 30
 H200 = int(139.2 * GIB)
@@ -37,6 +38,7 @@ SHAPES = {
     "untied": replace(TIED, tied_embeddings=False),
     "qwen2": replace(TIED, family="qwen2", hidden_size=160, num_layers=3),
     "zero-centred norms": replace(TIED, family="gemma3_text"),
+    "delta rules": replace(TIED, family="qwen3_5_text", **delta_nets("qwen3_5_text", 2)),
     "reward model": replace(TIED, score_head=True),
     "experts with biases": replace(TIED, family="gpt_oss", experts=Experts(4, 2, 96, True)),
 }

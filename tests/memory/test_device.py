@@ -22,10 +22,11 @@ from isobit.memory.cache_size import RESERVE
 from isobit.memory.cards import GPUS, read_card
 from isobit.memory.device import DevicePlan, DevicePlanner
 from isobit.memory.host import attended_tokens, share_of
-from isobit.models.config import Lora, ModelConfig, model_shape
+from isobit.models.config import Lora, ModelConfig
 from isobit.models.decoder import decoder_shape, master_shapes, parameter_count
 from isobit.models.policy import Policy
 from isobit.models.published import SIDES
+from isobit.models.shapes import model_shape
 from isobit.precision.flow import Site, build_flow
 from isobit.precision.quant_tensor import DTYPES, Format, Int8Rows
 from isobit.util.errors import ConfigError

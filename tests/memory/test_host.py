@@ -52,7 +52,7 @@ def test_published_weights_and_pages_are_exact(shape: ModelConfig, preset: Prese
     cache = PolicyRunner(policy, num_pages_for(shape, policy.flow, rollout, sizes))._cache
     assert isinstance(cache, SpecKvCache)
     assert estimate.size("KV pages") == storage_bytes(
-        tensor for layer in cache.layers for tensor in (layer.values, layer.scales)
+        tensor for layer in cache.layers.values() for tensor in (layer.values, layer.scales)
     )
 
 

@@ -12,8 +12,9 @@ from isobit.config.training import TrainingConfig
 from isobit.kernels.hopper import sizes
 from isobit.memory.device import DevicePlanner
 from isobit.memory.host import estimate_memory, share_of
-from isobit.models.config import ModelConfig, model_shape
+from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape, master_shapes
+from isobit.models.shapes import model_shape
 from isobit.parallel.exchanges import PostedExchanges
 from isobit.parallel.gradient_sum import ExchangedSum, Slots, SlotSum, Targets
 from isobit.precision.flow import build_flow

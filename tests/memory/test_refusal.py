@@ -13,8 +13,9 @@ from isobit.config.training import TrainingConfig
 from isobit.kernels.hopper import sizes
 from isobit.memory.cards import GPUS
 from isobit.memory.device import DevicePlanner
-from isobit.models.config import Lora, ModelConfig, model_shape
+from isobit.models.config import Lora, ModelConfig
 from isobit.models.decoder import decoder_shape
+from isobit.models.shapes import model_shape
 from isobit.precision.flow import build_flow
 from isobit.util.errors import ConfigError
 from tests.memory.test_device import GIB, H200, LLAMA_70B, QWEN3_8B, plan

@@ -1,10 +1,14 @@
 """What tests of models and of memory ask of a policy, and batches for it."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
+from isobit.config.model_shape import Family
+from isobit.kernels.operands import DeltaShape
 from isobit.models.decoder import Scorable
+from isobit.models.families import FAMILIES
 from isobit.models.policy import Policy
 from isobit.precision.quant_tensor import Side
 from isobit.records.batch import PackedBatch
@@ -26,6 +30,16 @@ def whole_batch(
         torch.arange(len(lengths)).repeat_interleave(counts).to(device),
         *(ones, ones, ones, ones),
     )
+
+
+def delta_nets(family: Family, layers: int) -> dict[str, Any]:
+    """What a ``ModelConfig`` of a hybrid family has beside others: a gated delta rule in all layers
+    but the last.
+    """
+    if not FAMILIES[family].is_hybrid:
+        return {}
+    rule = DeltaShape(key_heads=2, value_heads=4, key_dim=16, value_dim=32, width=4)
+    return {"delta": rule, "delta_layers": tuple(range(layers - 1))}
 
 
 def disturbed(policy: Policy) -> Policy:

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from isobit.config.model_shape import MIXTURES, WINDOWED, Family, ModelShape
-from isobit.models.config import SHAPES, Experts, ModelConfig, Multipliers, model_shape
+from isobit.models.config import Experts, ModelConfig, Multipliers
 from isobit.models.decoder import master_shapes
 from isobit.models.families import FAMILIES, FEATURES
 from isobit.models.rope import (
@@ -21,8 +21,10 @@ from isobit.models.rope import (
     RopeScaling,
     YarnScaling,
 )
+from isobit.models.shapes import SHAPES, model_shape
 from isobit.run.model_source import decoder_of
 from isobit.util.errors import ConfigError, ModelError
+from tests.models.policies import delta_nets
 from tests.mutations import COUNT, Outcomes
 
 NAMES: list[Family] = list(FAMILIES)
@@ -53,7 +55,8 @@ SAID_OTHERWISE = {
 
 def make_config(family: Family = "qwen3", **changes: Any) -> ModelConfig:
     head_dim = 12 if family == "phi3" else 16  # transformers' check has no head_dim
-    config = ModelConfig(family, 64, 48, 40, 3, 4, 2, head_dim, 128, 1e-5, 1e6, False)
+    sizes = 64, 48, 40, 3, 4, 2, head_dim, 128, 1e-5, 1e6, False
+    config = ModelConfig(family, *sizes, **delta_nets(family, 3))
     return replace(config, **({"experts": EXPERTS.get(family)} | changes))
 
 
@@ -347,6 +350,23 @@ PUBLISHED: dict[str, str] = {
         "vision_config": {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304,
         "model_type": "siglip_vision_model", "num_attention_heads": 16,
         "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": false}}""",
+    "qwen3.5-9b": """{"architectures": ["Qwen3_5ForConditionalGeneration"],
+        "image_token_id": 248056, "model_type": "qwen3_5", "text_config": {
+        "attention_bias": false, "attention_dropout": 0.0, "attn_output_gate": true,
+        "dtype": "bfloat16", "eos_token_id": 248044, "full_attention_interval": 4,
+        "head_dim": 256, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 12288,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128, "max_position_embeddings": 262144,
+        "mlp_only_layers": [], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1,
+        "num_attention_heads": 16, "num_hidden_layers": 32, "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06, "rope_parameters": {"mrope_interleaved": true,
+        "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000, "rope_type": "default"}, "tie_word_embeddings": false,
+        "use_cache": true, "vocab_size": 248320}, "tie_word_embeddings": false,
+        "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5"},
+        "vision_start_token_id": 248053}""",
     "mixtral-8x7b": """{"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0,
         "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096,
         "initializer_range": 0.02, "intermediate_size": 14336,
@@ -472,6 +492,18 @@ LONG: dict[str, Any] = {"type": "longrope", "short_factor": [1] * 6, "long_facto
         ("gemma3_text", LOCAL | {"rope_parameters": THETAS}, "rope_theta = 7.*_base_freq is 10000"),
         ("gemma3_text", {"rope_parameters": TYPES}, "sliding_attention = .*default kind, with"),
         ("gemma3_text", {"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters = .*full_att"),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3}, "expected full_attention for"),
+        (
+            "qwen3_5_text",
+            {"layer_types": ["full_attention"]},
+            "expected linear_at.* of 3",
+        ),
+        ("qwen3_5_text", {"linear_num_value_heads": 3}, "value_heads = 3 .*a multiple of 2"),
+        ("qwen3_5_text", {"linear_key_head_dim": 512}, "linear_key_head_dim = 512"),
+        ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim = 1"),
+        ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate = False"),
+        ("qwen3_5_text", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_s"),
+        ("qwen3", {"rope_parameters": {"mrope_section": [1]}}, "mrope_section = .*known are"),
         ("llama", LOCAL, "rope_local_base_freq = 10000"),
         ("llama", {"architectures": ["Gemma4ForConditionalGeneration"]}, "'Gemma4.*supported are"),
         ("llama", {"architectures": ["Llama4ForConditionalGeneration"]}, "'Llama4.*supported are"),
@@ -569,6 +601,7 @@ PARAMETERS = {
     "mistral-7b": 7_241_732_096, "qwen3-30b-a3b": 30_532_122_624, "mixtral-8x7b": 46_702_792_704,
     "smollm3-3b": 3_075_098_624, "granite-3.3-2b": 2_533_539_840,
     "olmo2-1b": 1_484_916_736, "olmo3-7b": 7_298_011_136,
+    "qwen3.5-9b": 8_953_803_264,  # as transformers counts it, without its vision tower
     "gemma-3-1b": 999_885_952, "gemma-3-4b": 3_880_263_168,  # without its vision tower
     "phi-4-mini": 3_836_021_760, "qwen2.5-32b": 32_763_876_352,
     "llama-3.1-70b": 70_553_706_496,

@@ -24,7 +24,7 @@ from isobit.models.rope import Llama3Scaling
 from isobit.models.safetensors import WEIGHTS_FILE
 from isobit.models.saving import save_policy
 from isobit.util.errors import ConfigError, ModelError
-from tests.models.policies import logits_of
+from tests.models.policies import delta_nets, logits_of
 
 FP32 = PrecisionConfig(preset="fp32")
 
@@ -32,7 +32,8 @@ FP32 = PrecisionConfig(preset="fp32")
 def make_config(
     family: Family = "qwen3", tied: bool = True, scaling: Llama3Scaling | None = None
 ) -> ModelConfig:
-    return ModelConfig(family, 64, 128, 256, 2, 4, 2, 32, 128, 1e-6, 1e4, tied, scaling)
+    sizes = 64, 128, 256, 2, 4, 2, 32, 128, 1e-6, 1e4, tied, scaling
+    return ModelConfig(family, *sizes, **delta_nets(family, 2))
 
 
 @pytest.fixture
@@ -49,7 +50,10 @@ def edit_config(folder: Path, **changes: Any) -> None:
 @pytest.mark.few(7)
 @pytest.mark.parametrize(
     "family",
-    ["llama", "mistral", "qwen2", "qwen3", "granite", "phi3", "olmo2", "olmo3", "gemma3_text"],
+    [
+        *("llama", "mistral", "qwen2", "qwen3", "granite", "phi3", "olmo2", "olmo3"),
+        *("gemma3_text", "qwen3_5_text"),
+    ],
 )
 @pytest.mark.parametrize("tied", [True, False])
 def test_round_trip_and_transformers(family: Family, tied: bool, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A folder of Gemma 3 with a vision tower: its decoder is read, and the rest is kept as it is."""
+"""A folder of Gemma 3 or Qwen3.5 with a vision tower: its decoder is read, and the rest is kept."""
 
 import json
 import shutil
@@ -11,7 +11,13 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
 from isobit.config.lora import LORA_TARGETS
 from isobit.config.precision import PrecisionConfig
@@ -108,6 +114,35 @@ def test_a_run_leaves_the_tower_as_it_was(made: Path, is_newer: bool, tmp_path: 
     assert torch.equal(logits_of(again, IDS), logits_of(policy, IDS))
     expected = theirs(tmp_path / "trained")
     torch.testing.assert_close(logits_of(again, IDS), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_qwen_with_a_tower_and_layers_that_guess(tmp_path: Path) -> None:
+    """Both stay as they were, around a decoder with gated delta nets."""
+    torch.manual_seed(0)
+    text: dict[str, Any] = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text |= {"head_dim": 32, "layer_types": ["linear_attention", "full_attention"]}
+    text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+    text |= {"linear_value_head_dim": 32, "initializer_range": 0.05}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+    vision |= {"out_hidden_size": 128, "patch_size": 4, "num_position_embeddings": 16}
+    source, trained = tmp_path / "source", tmp_path / "trained"
+    config = Qwen3_5Config(text_config=text, vision_config=vision)
+    Qwen3_5ForConditionalGeneration(config).bfloat16().save_pretrained(source)
+    before = load_file(source / WEIGHTS_FILE)
+    before |= {"mtp.layers.0.mlp.up_proj.weight": torch.randn(8, 8).bfloat16()}
+    edited(source, source, before)
+    policy = load_policy(source, "fp32")
+    torch.testing.assert_close(logits_of(policy, IDS), theirs(source), atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        policy.masters["layers.0.a_log"].add_(0.5)
+    policy.publish()
+    save_policy(policy, trained, source)
+    after = load_file(trained / WEIGHTS_FILE)
+    assert after.keys() == before.keys()
+    changed = [name for name in before if not torch.equal(after[name], before[name])]
+    assert changed == ["model.language_model.layers.0.linear_attn.A_log"]
+    assert load_policy(trained, "fp32").config == policy.config
 
 
 @pytest.mark.parametrize(("preset", "contents"), [("fp8", fp8_contents), ("int8", int8_contents)])

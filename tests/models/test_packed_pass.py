@@ -21,7 +21,7 @@ from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.records.batch import PackedBatch
 from tests.memory import meta_memory
-from tests.models.policies import disturbed
+from tests.models.policies import delta_nets, disturbed
 
 LENGTHS = (5, 17, 1, 40, 131)
 TOKENS = sum(LENGTHS)
@@ -58,7 +58,8 @@ def make(
 ) -> Policy:
     """Three layers whose linears fill blocks of 128, and norms and biases that do something."""
     dim = 64 if kv_heads == 2 else 32
-    config = ModelConfig(family, 64, 128, 256, 3, 4, kv_heads, dim, 256, 1e-6, 1e4, tied)
+    sizes = 64, 128, 256, 3, 4, kv_heads, dim, 256, 1e-6, 1e4, tied
+    config = ModelConfig(family, *sizes, **delta_nets(family, 3))
     config = replace(config, score_head=head == "score", value_head=head == "value")
     return disturbed(random_policy(config, precision, seed=0))
 
@@ -223,7 +224,7 @@ def test_gradients_in_lower_precision_are_near_those(family: Family, flow: str) 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("flow", FLOWS)
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "olmo2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "olmo2", "gemma3_text", "qwen3_5_text"])
 def test_computing_again_changes_no_bit(family: Family, flow: str) -> None:
     policy = make(family, FLOWS[flow], tied=True)
     saved, *again = (gradients(policy, level) for level in LEVELS)

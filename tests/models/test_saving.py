@@ -31,7 +31,7 @@ from isobit.models.saving import (
 from isobit.precision.quant_tensor import E4M3, Int8Rows, QuantTensor, dequantise, rotation_size
 from isobit.starter import starter_folder
 from isobit.util.errors import ConfigError
-from tests.models.policies import logits_of
+from tests.models.policies import delta_nets, logits_of
 from tests.tiny import save_tiny
 
 WHOLE = ModelConfig("qwen3", 64, 128, 256, 2, 4, 4, 32, 128, 1e-6, 1e4, False)
@@ -144,7 +144,8 @@ def test_transformers_loads_it_and_computes_what_we_do(
     them.
     """
     experts = Experts(3, 2, 256, True) if family in ("qwen3_moe", "mixtral") else None
-    config = replace(config, family=family, experts=experts)
+    own = delta_nets(family, config.num_layers)
+    config = replace(config, family=family, experts=experts, **own)
     policy = spread_policy(config, PrecisionConfig(preset="fp8"))
     write_folder(tmp_path, config, contents_of(policy), limit=200_000)
     assert not (tmp_path / WEIGHTS_FILE).exists(), "there are shards"

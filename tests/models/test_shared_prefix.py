@@ -24,7 +24,7 @@ from isobit.models.shared_prefix import RowSum, SharedAttention, SharedRows
 from isobit.records.batch import PackedBatch, TokenScores
 from isobit.records.packing import lay_end_to_end, pack
 from isobit.records.sequence import TokenSequence
-from tests.models.policies import disturbed
+from tests.models.policies import delta_nets, disturbed
 from tests.models.test_packed_pass import PlainDecoder, error
 
 LEVELS: tuple[Recompute, ...] = get_args(Recompute)
@@ -51,6 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "windowless_layers": (1,),
         "rope_scaling": YarnScaling(4.0, 32),
     },
+    "delta rules": {"family": "qwen3_5_text", **delta_nets("qwen3_5_text", 2)},
     "sinks": {
         "family": "gpt_oss",
         "experts": Experts(4, 2, 64, True),

@@ -16,10 +16,11 @@ from isobit.config.commands import InspectConfig
 from isobit.config.precision import PrecisionConfig
 from isobit.kernels.spec.quantise import dequantise_int8, publish, quantise_blocks
 from isobit.memory.cards import GPUS, read_card
-from isobit.models.config import ModelConfig, model_shape
+from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import save_policy
+from isobit.models.shapes import model_shape
 from isobit.observe.inspection import GpuFigures, gpu_figures, inspect_folder
 from isobit.observe.inspection_page import (
     WIDTH,

@@ -8,7 +8,7 @@ from isobit.config.base import Strict
 
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "phi3", "olmo2", "olmo3",
-    "gemma3_text", "qwen3_moe", "mixtral", "gpt_oss",
+    "gemma3_text", "qwen3_5_text", "qwen3_moe", "mixtral", "gpt_oss",
 ]  # fmt: skip
 """The ``model_type`` of a Hugging Face ``config.json``."""
 MIXTURES: tuple[Family, ...] = ("qwen3_moe", "mixtral", "gpt_oss")
@@ -49,5 +49,15 @@ class ModelShape(Strict):
     """Experts of each layer, in the families qwen3_moe, mixtral and gpt_oss."""
     num_experts_per_tok: int = Field(default=2, gt=0, le=MAX_EXPERTS)
     """Experts of each token."""
+    linear_num_key_heads: int | None = Field(default=None, gt=0, le=MAX_HEADS)
+    """Heads of Q and K of gated delta nets, in the family qwen3_5_text; by default ``num_heads``.
+    Three of four layers have one in place of attention.
+    """
+    linear_num_value_heads: int | None = Field(default=None, gt=0, le=MAX_HEADS)
+    """Their value heads, a multiple; by default ``linear_num_key_heads``."""
+    linear_key_head_dim: int | None = Field(default=None, gt=0, le=256)
+    """Elements of a head of Q or K there; by default ``head_dim``."""
+    linear_value_head_dim: int | None = Field(default=None, gt=0, le=256)
+    """Elements of a value head there; by default ``linear_key_head_dim``."""
     moe_intermediate_size: int | None = Field(default=None, gt=0, le=MAX_WIDTH)
     """Size of each expert in the family qwen3_moe; by default ``intermediate_size``."""

@@ -55,6 +55,40 @@ from isobit.util.errors import ConfigError
 from isobit.util.terminal import say_once
 
 
+class HybridOperations(Protocol):
+    """The operations of families with a gated delta rule, beside the rule itself, which is with
+    attention (``DeltaRule``).  Gates are as wide as what they multiply, [T, N].
+    """
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        """RMSNorm of each head times silu of the gate; weight [dv]."""
+        ...
+
+    def gated_norm_backward(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor,
+        epsilon: float,
+        grad: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of x and of the gate; adds to that of the weight, FP32 [dv]."""
+        ...
+
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x times sigmoid of the gate."""
+        ...
+
+    def sigmoid_gate_backward(
+        self, dy: torch.Tensor, x: torch.Tensor, gate: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of x and of the gate."""
+        ...
+
+
 class Backend(Protocol):
     """The operations of one device.  Tensors are on it unless a method says otherwise."""
 
@@ -67,6 +101,11 @@ class Backend(Protocol):
 
     @property
     def sizes(self) -> Sizes: ...
+
+    @property
+    def hybrid(self) -> HybridOperations:
+        """Raises ConfigError where the device has none."""
+        ...
 
     # Weights
 
@@ -519,6 +558,7 @@ class ModelNeeds:
     linears: tuple[LinearShape, ...] = ()  # each shape once
     gate: Gate = "silu"
     has_frozen_experts: bool = False
+    has_delta_rule: bool = False
 
 
 class Support(Protocol):

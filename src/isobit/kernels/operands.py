@@ -17,7 +17,7 @@ as ``NAME.unrounded``.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -258,6 +258,64 @@ class QkvGradients:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """The heads of a gated delta rule: those of queries and keys, each read by as many value heads,
+    with their sizes, and the tokens that its convolution sees.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+    @property
+    def channels(self) -> int:
+        """Those of the convolution: Q, K and V."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Numbers of all value heads."""
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaInputs:
+    """Inputs of a gated delta rule, or their gradients: x [T, channels], and a and b [T, value
+    heads], of which decay and beta are made.
+    """
+
+    x: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "DeltaInputs":
+        return DeltaInputs(change(self.x), change(self.a), change(self.b))
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """The weights of a gated delta rule: ``convolution`` [channels, width], and logarithms of rates
+    and biases of steps [value heads].
+    """
+
+    shape: DeltaShape
+    convolution: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaGradients:
+    """FP32 gradients of ``DeltaWeights``, which are added to."""
+
+    convolution: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class PagedBatch:
     """One engine forward, on the host: T new tokens end to end in the order of B sequences."""
 
@@ -338,10 +396,21 @@ class KvShape(Protocol):
     @property
     def head_dim(self) -> int: ...
 
+    @property
+    def delta(self) -> DeltaShape | None:
+        """The delta rule of ``delta_layers``."""
+        ...
 
-def kv_formats(shape: KvShape, flow: PrecisionFlow) -> tuple[Format, ...]:
-    """The format of each layer's pages."""
-    return tuple(flow.rollout.attention_format(layer) for layer in range(shape.num_layers))
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        """Layers with a gated delta rule in place of attention."""
+        ...
+
+
+def kv_formats(shape: KvShape, flow: PrecisionFlow) -> dict[int, Format]:
+    """The format of the pages of each layer that has attention."""
+    layers = [layer for layer in range(shape.num_layers) if layer not in shape.delta_layers]
+    return {layer: flow.rollout.attention_format(layer) for layer in layers}
 
 
 class KvCache(Protocol):
@@ -404,6 +473,32 @@ class AttendWithBackward(Attend, Protocol):
         """The gradient of [T, H D] -> dq [T, H, D], dk and dv [T, G, D], straight through.
         ``sinks``, FP32 [H], is the gradient of the sinks, which is added to.
         """
+        ...
+
+
+@runtime_checkable
+class DeltaRule(Protocol):
+    """The gated delta rule of one layer in the rollout, with a state for each sequence."""
+
+    def delta_rule(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> torch.Tensor:
+        """-> [T, values]"""
+        ...
+
+
+@runtime_checkable
+class DeltaRuleWithBackward(DeltaRule, Protocol):
+    """The same in the training forward, from the start of each sequence."""
+
+    def delta_rule_saving(
+        self, inputs: DeltaInputs, weights: DeltaWeights
+    ) -> tuple[torch.Tensor, Any]:
+        """[T, values], and what the backward reads: a dataclass whose field ``inputs`` they are."""
+        ...
+
+    def delta_rule_backward(
+        self, saved: Any, d_output: torch.Tensor, weights: DeltaWeights, gradients: DeltaGradients
+    ) -> DeltaInputs:
+        """The gradient of [T, values] -> those of the inputs, in the same dtype."""
         ...
 
 

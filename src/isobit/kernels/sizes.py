@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from isobit.kernels.operands import KvShape
+from isobit.kernels.operands import DeltaShape, KvShape
 from isobit.precision.flow import LinearShape, PrecisionFlow, Site
 from isobit.precision.quant_tensor import Format
 
@@ -58,6 +58,15 @@ class ExpertBytes:
     saved_once: int = 0  # the part of what is saved for any number of tokens: rows that pad blocks
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaBytes:
+    """Upper bounds of the bytes of a gated delta rule, a token each."""
+
+    saved: int  # what the forward leaves for the backward beside its inputs
+    made: int  # the most that it allocates beside its inputs, its output and what it saves
+    gradients: int  # the most that its backward allocates beside the gradients of its inputs
+
+
 class Sizes(Protocol):
     """Bytes of one back end."""
 
@@ -96,6 +105,8 @@ class Sizes(Protocol):
         ...
 
     def experts(self, shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes: ...
+
+    def delta(self, shape: DeltaShape) -> DeltaBytes: ...
 
     def encoded(self, shape: AttentionShape, format: Format) -> int:
         """Q, K and V of a token as attention reads them, and what the forward keeps."""

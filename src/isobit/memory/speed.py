@@ -36,8 +36,9 @@ from isobit.config.precision import PrecisionConfig
 from isobit.config.training import Recompute
 from isobit.kernels.backend import support
 from isobit.memory.cards import MEASURED, Card
-from isobit.models.config import ModelConfig, model_shape
+from isobit.models.config import ModelConfig
 from isobit.models.decoder import LM_HEAD, build_decoder, decoder_shape
+from isobit.models.shapes import model_shape
 from isobit.precision.flow import Graph, PrecisionFlow, build_flow
 from isobit.precision.quant_tensor import EIGHT_BITS, Format
 
@@ -103,10 +104,17 @@ class SpeedShape:
         """Operations of a forward per token, in sequences of ``length``."""
         config, operations = self.config, {"e4m3": 0.0, "bf16": 0.0}
         for layer in range(config.num_layers):
+            if layer in config.delta_layers:
+                continue
             keys = min(length / 2, config.window(layer) or length)
             operations[_rate(graph.attention_format(layer))] += (
                 4 * keys * config.num_heads * config.head_dim
             )
+        if config.delta is not None:
+            # by token: the state read twice and added to, and half a chunk of keys and of updates
+            rule = config.delta
+            numbers = 3 * rule.key_dim * rule.value_dim + 64 * (rule.key_dim + rule.value_dim)
+            operations["bf16"] += 2 * len(config.delta_layers) * rule.value_heads * numbers
         return operations
 
     @property

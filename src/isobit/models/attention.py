@@ -8,6 +8,7 @@ the KV cache or in packed sequences.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -46,6 +47,7 @@ class SavedAttention:
     qkv: torch.Tensor  # in front of norms over all heads
     attended: Attended
     out: SavedInput  # of o_proj
+    gate: torch.Tensor | None = None  # of the output
 
 
 class Attention:
@@ -56,12 +58,14 @@ class Attention:
         self._shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
         self._norms = UnitNorms.of(config, "attention", layer, f"{path}.qkv_proj")
         checkpoint = f"model.{path}.self_attn"
+        # a query and its gate stand beside each other
+        rows = 2 * queries if config.has_output_gate else queries
         self._qkv = Linear(
             f"{path}.qkv_proj",
             LinearShape(
                 {"qkv_proj": queries + 2 * keys}
                 if config.is_fused
-                else {"q_proj": queries, "k_proj": keys, "v_proj": keys},
+                else {"q_proj": rows, "k_proj": keys, "v_proj": keys},
                 hidden,
             ),
             checkpoint,
@@ -105,9 +109,10 @@ class Attention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """h and x [T, C] -> the residual stream, and what is to be added to it."""
         h, a = self._norms.forward(weights, h, x, self._qkv.saves(save=False))
-        qkv = self._normed(weights, self._paired(self._qkv.forward(weights, a)))
+        qkv, gate = self._gate_apart(self._qkv.forward(weights, a))
+        qkv = self._normed(weights, self._paired(qkv))
         out = attend(self._layer, qkv, self._transform(weights))
-        observe(out, "layers", self._layer, "attention")
+        out = self._gated(weights, observe(out, "layers", self._layer, "attention"), gate)
         split = weights.tensor_parallel
         made = self._out.input(weights, out, self._out.saves(save=False), split.queries)
         return h, self._norms.output(weights, self._out.joined(weights, made, split.queries))
@@ -118,13 +123,14 @@ class Attention:
         """The same bits, and what the backward reads."""
         h, a = self._norms.forward(weights, h, x, self._qkv.saves(save=True))
         qkv, normed = self._qkv.saving_forward(weights, a)
+        qkv, gate = self._gate_apart(qkv)
         qkv = self._paired(qkv)
         seen = self._normed(weights, qkv)
         out, attended = attend.attend(self._layer, seen, self._transform(weights))
-        observe(out, "layers", self._layer, "attention")
+        out = self._gated(weights, observe(out, "layers", self._layer, "attention"), gate)
         made = self._out.input(weights, out, self._out.saves(save=True))
         out, saved = self._out.saving_forward(weights, made)
-        kept = SavedAttention(*self._norms.saved(h, out), normed, qkv, attended, saved)
+        kept = SavedAttention(*self._norms.saved(h, out), normed, qkv, attended, saved, gate)
         return h, self._norms.output(weights, out), kept
 
     def backward(
@@ -139,6 +145,10 @@ class Attention:
         """The gradient of the residual stream after this unit [T, C] -> before it."""
         d_out = self._norms.output_backward(weights, gradient, d, saved.made)
         d_out = self._out.backward(weights, gradient, d_out, saved.out)
+        d_gate = None
+        if saved.gate is not None:
+            out = saved.attended.output.reshape(d_out.shape)
+            d_out, d_gate = weights.backend.hybrid.sigmoid_gate_backward(d_out, out, saved.gate)
         # no name holds dQ, dK and dV: they are gone when the projection's backward begins
         learns_sinks = self._config.has_sinks and self._config.lora is None
         sinks = gradient(f"layers.{self._layer}.sinks") if learns_sinks else None
@@ -147,10 +157,11 @@ class Attention:
             saved.qkv,
             self._transform(weights),
             positions,
-            self._gradients(gradient),
+            (head_gradients := self._gradients(gradient)),
         )
+        self._add_reordered(gradient, head_gradients)
         d_qkv = self._normed_backward(weights, gradient, d_qkv, saved.qkv)
-        d_qkv = self._paired(d_qkv, back=True)
+        d_qkv = self._gate_beside(self._paired(d_qkv, back=True), d_gate)
         d_a = self._qkv.backward(weights, gradient, d_qkv, saved.normed)
         return self._norms.backward(weights, gradient, d_a, saved.h, d)
 
@@ -207,12 +218,64 @@ class Attention:
         middle.copy_(middle.roll(-other if back else other, -1))
         return qkv
 
+    def _gate_apart(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the projection makes -> Q, K and V [T, (H + 2 G) D], and the gate [T, H D] that
+        stands beside Q, if there is one.
+        """
+        if not self._config.has_output_gate:
+            return qkv, None
+        width = self._shape.num_heads * self._shape.head_dim
+        heads = qkv[:, : 2 * width].unflatten(1, (self._shape.num_heads, 2, -1))
+        q, gate = (heads[:, :, place].flatten(1) for place in (0, 1))
+        return torch.cat([q, qkv[:, 2 * width :]], 1), gate
+
+    def _gate_beside(self, d_qkv: torch.Tensor, d_gate: torch.Tensor | None) -> torch.Tensor:
+        """The gradients of ``_gate_apart``'s results -> that of its argument."""
+        if d_gate is None:
+            return d_qkv
+        width, heads = d_gate.shape[1], (self._shape.num_heads, -1)
+        both = [part.unflatten(1, heads) for part in (d_qkv[:, :width], d_gate)]
+        return torch.cat([torch.stack(both, 2).flatten(1), d_qkv[:, width:]], 1)
+
+    def _gated(
+        self, weights: Weights, out: torch.Tensor, gate: torch.Tensor | None
+    ) -> torch.Tensor:
+        return out if gate is None else weights.backend.hybrid.sigmoid_gate(out, gate)
+
+    @cached_property
+    def _order(self) -> torch.Tensor | None:
+        """The elements of a head as ``_paired`` puts them, int64 [D]; None where it moves none."""
+        dim, turned = self._config.head_dim, self._config.rotary_size // 2
+        if 2 * turned == dim or not self._config.qk_norm:
+            return None
+        order = torch.arange(dim)
+        middle = order[turned : turned + dim // 2]
+        middle.copy_(middle.roll(turned - dim // 2))
+        return order
+
+    def _head_norm(self, weights: Weights, name: str) -> torch.Tensor | None:
+        """The weight of ``q_norm`` or ``k_norm`` [D] for heads that ``_paired`` has changed."""
+        if not self._config.qk_norm:
+            return None
+        weight = weights.plain[f"layers.{self._layer}.{name}.weight"]
+        return weight if self._order is None else weight[self._order.to(weight.device)]
+
+    def _add_reordered(self, gradient: Gradient, made: QkvGradients) -> None:
+        """Add gradients of the weights of changed heads to those of the masters."""
+        if self._order is None:
+            return
+        for name, grad in (("q_norm", made.q_norm), ("k_norm", made.k_norm)):
+            if grad is not None:
+                master = gradient(f"layers.{self._layer}.{name}.weight")
+                master[self._order.to(master.device)] += grad
+
     def bytes(self, sizes: Sizes, graph: Graph) -> UnitBytes:
         config = self._config
         shape = self._shape
         layer = self._layer
         a = DTYPES[graph.activations].itemsize
         stream, attended = a * config.hidden_size, a * shape.num_heads * shape.head_dim
+        gate = attended if config.has_output_gate else 0
         qkv = a * self._qkv.shape.out_features
         qkv_site, out_site = graph.site(self._qkv.path), graph.site(self._out.path)
         format = graph.attention_format(layer)
@@ -222,7 +285,7 @@ class Attention:
         saved = streams + self._qkv.saved_bytes(sizes, graph) + qkv + encoded
         read = self._qkv.read_bytes(sizes, graph)
         moved = qkv // 2 if config.rotary_size < config.head_dim else 0
-        moved = 2 * qkv if config.wide_qk_norm else moved
+        moved = 2 * qkv if config.wide_qk_norm or gate else moved
         linears = self._qkv, self._out
         adapter = max(linear.adapter_bytes(graph) for linear in linears)
         adapter_gradients = max(linear.adapter_bytes(graph, backward=True) for linear in linears)
@@ -268,8 +331,8 @@ class Attention:
             rope.cos,
             rope.sin,
             config.rms_epsilon,
-            plain[f"{path}.q_norm.weight"] if config.qk_norm else None,
-            plain[f"{path}.k_norm.weight"] if config.qk_norm else None,
+            self._head_norm(weights, "q_norm"),
+            self._head_norm(weights, "k_norm"),
             weights.linears[self._qkv.path].bias,
             config.window(self._layer),
             weights.graph.attention_format(self._layer) in EIGHT_BITS,
@@ -293,8 +356,10 @@ class Attention:
         q_norm, k_norm = (f"{path}.{name}.weight" for name in ("q_norm", "k_norm"))
         if config.lora is not None:
             return QkvGradients(None, None, None)
+        norms = [gradient(name) for name in (q_norm, k_norm)] if config.qk_norm else [None, None]
+        if self._order is not None:  # added by ``_add_reordered``
+            norms = [torch.zeros_like(one) for one in norms if one is not None]
         return QkvGradients(
-            gradient(q_norm) if config.qk_norm else None,
-            gradient(k_norm) if config.qk_norm else None,
+            *norms,
             gradient(f"{path}.qkv_proj.bias") if config.qkv_bias else None,
         )

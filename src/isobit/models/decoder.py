@@ -23,6 +23,7 @@ from isobit.kernels.backend import Backend
 from isobit.kernels.operands import Attend, RouterLoss, observe
 from isobit.models.attention import Attention
 from isobit.models.config import ModelConfig
+from isobit.models.delta_net import DeltaNet
 from isobit.models.families import FAMILIES
 from isobit.models.layers import (
     Gradient,
@@ -169,7 +170,7 @@ VALUE_HEAD = "value_head"  # the path of a value head
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    attention: Attention
+    attention: Attention | DeltaNet
     mlp: Mlp | MixtureOfExperts
 
     def forward(
@@ -286,7 +287,7 @@ def build_decoder(config: ModelConfig) -> Decoder:
     is_frozen = config.lora is not None
     layers = tuple(
         Layer(
-            Attention(config, layer),
+            (DeltaNet if layer in config.delta_layers else Attention)(config, layer),
             MixtureOfExperts(config, layer) if config.is_sparse(layer) else Mlp(config, layer),
         )
         for layer in range(config.num_layers)

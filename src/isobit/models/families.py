@@ -77,6 +77,7 @@ class Traits:
     """Whether checkpoints have q, k and v as one matrix, and gate and up."""
     partial_rotary: bool = False
     """Whether ``partial_rotary_factor`` is read."""
+    default_partial: float = 1.0
     rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     default_rope: Mapping[str, Any] = field(default_factory=dict)
     """The table of rotary positions of a file without one."""
@@ -87,6 +88,10 @@ class Traits:
     say which; None: all layers of the family have them.
     """
     experts: ExpertNames | None = None
+    is_hybrid: bool = False
+    """Whether layers named ``linear_attention`` have a gated delta rule, and the others a sigmoid
+    gate on the output of attention, which q_proj makes beside each query.
+    """
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of further keys that published files leave out."""
     outer: tuple[str, str] | None = None
@@ -188,6 +193,31 @@ FAMILIES: dict[Family, Traits] = {
         },
         outer=("Gemma3ForConditionalGeneration", "gemma3"),
     ),
+    "qwen3_5_text": Traits(
+        "Qwen3_5ForCausalLM",
+        None,
+        qk_norm="each head",
+        norm_offset=1.0,
+        default_head_dim=256,
+        partial_rotary=True,
+        default_partial=0.25,
+        default_interval=4,
+        default_pad=True,
+        is_hybrid=True,
+        computes=("attn_output_gate",),
+        defaults={
+            "vocab_size": 248_320,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-6,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+        },
+        outer=("Qwen3_5ForConditionalGeneration", "qwen3_5"),
+    ),
     "qwen3_moe": Traits(
         "Qwen3MoeForCausalLM",
         None,
@@ -273,7 +303,8 @@ ACTIVATIONS: dict[Gate, tuple[str, str]] = {
 
 FEATURES: dict[str, tuple[Any, ...]] = {
     "alibi": (), "attention_chunk_size": (), "attention_multiplier": (),
-    "attn_logit_softcapping": (0,), "attn_temperature_tuning": (0,), "clip_qkv": (),
+    "attn_logit_softcapping": (0,), "attn_output_gate": (),
+    "attn_temperature_tuning": (0,), "clip_qkv": (),
     "dual_chunk_attention_config": (), "embedding_multiplier": (1,),
     "final_logit_softcapping": (0,), "first_k_dense_replace": (0,),
     "interleave_moe_layer_step": (0, 1), "kv_lora_rank": (), "logit_scale": (1,),

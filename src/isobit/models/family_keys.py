@@ -5,7 +5,15 @@ layers without rotary positions, multipliers.
 from dataclasses import dataclass
 from typing import Any
 
-from isobit.config.model_shape import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH, Family
+from isobit.config.model_shape import (
+    MAX_EXPERTS,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_WIDTH,
+    Family,
+)
+from isobit.kernels.operands import DeltaShape
 from isobit.models.config_fields import ConfigFields, is_neutral
 from isobit.models.families import (
     ACTIVATIONS,
@@ -18,6 +26,7 @@ from isobit.models.families import (
 )
 from isobit.util.errors import ModelError
 
+_MAX_DELTA_DIM = 256
 _LABELS_BY_DEFAULT = 2  # the number of labels in transformers if config.json does not give it
 
 
@@ -116,6 +125,8 @@ def read_particulars(
     found = _read_window(fields, family, layers)
     found["no_rope_layers"] = _read_no_rope(fields, family, layers)
     found["experts"] = _read_experts(fields, family, layers)
+    if FAMILIES[family].is_hybrid:
+        found |= _read_delta(fields, FAMILIES[family], layers)
     if "attention_multiplier" in FAMILIES[family].computes:
         found["multipliers"] = _read_multipliers(fields, head_dim)
     if "query_pre_attn_scalar" in FAMILIES[family].computes:
@@ -143,12 +154,40 @@ def _read_window(fields: ConfigFields, family: Family, layers: int) -> dict[str,
         raise fields.refusal("sliding_window")
     if window is None or full_layers >= layers:
         window, full_layers = None, 0
-    kinds = fields.list_of("layer_types", str)
+    kinds = None if traits.is_hybrid else fields.list_of("layer_types", str)
     windowed = 0 if window is None else layers - full_layers
     expected = ["full_attention"] * (layers - windowed) + ["sliding_attention"] * windowed
     if kinds is not None and kinds != expected:
         raise fields.refusal("layer_types", "sliding_window and its neighbours say otherwise")
     return {"sliding_window": window, "full_layers": full_layers}
+
+
+def _read_delta(fields: ConfigFields, traits: Traits, layers: int) -> dict[str, Any]:
+    """The layers with a gated delta rule, and its heads."""
+    if not fields.flag("attn_output_gate", True):
+        raise fields.refusal("attn_output_gate", "expected true")
+    interval = fields.integer("full_attention_interval", 1, MAX_LAYERS, traits.default_interval)
+    kinds = fields.list_of("layer_types", str)
+    if kinds is None:
+        full = every_layer(interval, layers)
+        kinds = ["full_attention" if n in full else "linear_attention" for n in range(layers)]
+    if len(kinds) != layers or not {*kinds} <= {"linear_attention", "full_attention"}:
+        raise fields.refusal(
+            "layer_types", f"expected linear_attention or full_attention for each of {layers}"
+        )
+    if "full_attention" not in kinds:
+        raise fields.refusal("layer_types", "expected full_attention for one layer or more")
+    delta = DeltaShape(
+        fields.integer("linear_num_key_heads", 1, MAX_HEADS),
+        fields.integer("linear_num_value_heads", 1, MAX_HEADS),
+        fields.integer("linear_key_head_dim", 1, _MAX_DELTA_DIM),
+        fields.integer("linear_value_head_dim", 1, _MAX_DELTA_DIM),
+        fields.integer("linear_conv_kernel_dim", 2, 16),
+    )
+    if delta.value_heads % delta.key_heads:
+        raise fields.refusal("linear_num_value_heads", f"expected a multiple of {delta.key_heads}")
+    found = tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    return {"delta": delta, "delta_layers": found}
 
 
 def _read_layer_types(fields: ConfigFields, traits: Traits, layers: int) -> dict[str, Any]:

@@ -74,12 +74,13 @@ def choose_device(wanted: Device, config: ModelConfig, precision: PrecisionConfi
 
 def model_needs(config: ModelConfig, preset: str) -> backend.ModelNeeds:
     """The requirements of a model in a flow on a back end."""
-    shapes = (site.linear for site in decoder_shape(config).sites)
-    linears = {(linear.rows, linear.in_features): linear for linear in shapes if linear is not None}
+    every = (site.linear for site in decoder_shape(config).sites)
+    linears = {(linear.rows, linear.in_features): linear for linear in every if linear is not None}
     sizes = config.num_heads, config.num_kv_heads, config.head_dim
     gate = FAMILIES[config.family].gate
     is_frozen = config.lora is not None and config.experts is not None
-    return backend.ModelNeeds(*sizes, preset, tuple(linears.values()), gate, is_frozen)
+    shapes = tuple(linears.values())
+    return backend.ModelNeeds(*sizes, preset, shapes, gate, is_frozen, config.delta is not None)
 
 
 def read_config(folder: Path) -> ModelConfig:

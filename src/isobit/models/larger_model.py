@@ -1,9 +1,10 @@
-"""A decoder in the folder of a larger model, as Gemma 3 has it beside a vision tower: the names of
-its tensors, and what folders that are written keep of the rest, as it is.
+"""A decoder in the folder of a larger model, as Gemma 3 and Qwen3.5 have it beside a vision tower:
+the names of its tensors, and what folders that are written keep of the rest, as it is.
 
     language_model.model.X, or in newer folders model.language_model.X     the decoder's model.X
     language_model.lm_head.X, or lm_head.X                                 its lm_head.X
-    vision_tower.X, multi_modal_projector.X, or those with model. before   the rest
+    vision_tower.X, visual.X, multi_modal_projector.X, or those with model. before   the rest
+    mtp.X                            the rest, too: layers that guess, which nothing here computes
 
 Nothing here computes with the rest: images are refused where messages are read.
 """
@@ -19,7 +20,7 @@ from isobit.util.errors import ModelError
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of a config.json that a ``ModelConfig`` does not have."""
-_REST = ("vision_tower.", "multi_modal_projector.")
+_REST = ("vision_tower.", "visual.", "multi_modal_projector.", "mtp.")
 _STYLES = (
     {"language_model.model.": "model.", "language_model.lm_head.": "lm_head."},
     {"model.language_model.": "model."},

@@ -401,10 +401,10 @@ class Norm:
         return h, read
 
     def keeping(
-        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None
+        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, save: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, LinearInput]:
         """h and x [T, C] -> the residual stream, its norm [T, C], and the linear's input."""
-        h, norm, read = self._forward(weights, h, x, save=False, keep=True)
+        h, norm, read = self._forward(weights, h, x, save, keep=True)
         assert norm is not None
         assert read is not None
         return h, norm, read

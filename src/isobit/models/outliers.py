@@ -9,7 +9,7 @@ from isobit.models.families import FAMILIES
 from isobit.models.master_values import MasterValues, master_of
 
 _READERS = {
-    "input_norm": ("qkv_proj", "qkv_proj.lora_A"),
+    "input_norm": ("qkv_proj", "qkv_proj.lora_A", "in_proj", "gates"),
     "post_attention_norm": (
         "gate_up_proj",
         "gate_up_proj.lora_A",

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from isobit.config.training import Recompute
-from isobit.models.attention import SavedAttention
 from isobit.models.decoder import Layer, Scorable
 from isobit.models.mlp import Routes
 from isobit.models.policy import Policy
@@ -26,7 +25,7 @@ from isobit.models.shared_prefix import SharedAttention, SharedRows
 from isobit.precision.quant_tensor import Side
 from isobit.records.batch import PackedBatch
 
-Saved = torch.Tensor | tuple[SavedAttention, Any]
+Saved = torch.Tensor | tuple[Any, Any]
 """The tensors that the halves of a layer save, or the residual stream, to compute them again."""
 
 
@@ -111,7 +110,7 @@ class PackedPass:
         attend, positions = self._attend, self._positions
         return layer.attention.backward(weights, gradient, attend, positions, attention, d)
 
-    def _take(self, layer: Layer) -> tuple[SavedAttention, Any]:
+    def _take(self, layer: Layer) -> tuple[Any, Any]:
         """The tensors that the backward of a layer reads, computed again if they were not saved."""
         saved, weights = self._saved.pop(), self._weights
         if isinstance(saved, torch.Tensor):

@@ -25,7 +25,7 @@ from isobit.models.adapters import Adapted, drawn_adapters
 from isobit.models.checkpoint import is_equal_in_pieces
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, master_shapes
-from isobit.models.layers import Weights
+from isobit.models.layers import Master, Weights
 from isobit.models.master_values import MasterValues, ScaleConversion
 from isobit.models.published import PublishedChange, PublishedWeights
 from isobit.models.slices import Slices
@@ -310,23 +310,21 @@ def random_masters(
     """Name and values of one master after the other, as in ``random_policy``."""
     generator = torch.Generator(device).manual_seed(seed)
     for name, master in build_decoder(config).masters().items():
-        shape = master.shape
-        if not master.parts:
-            yield name, torch.zeros(shape, device=device, dtype=torch.float32)
-        elif len(shape) == 2:
-            yield (
-                name,
-                torch.randn(shape, generator=generator, device=device, dtype=torch.float32).mul_(
-                    0.02
-                ),
-            )
-        else:
-            yield (
-                name,
-                torch.full(
-                    shape,
-                    0.0 if name.endswith("bias") else 1.0 - master.offset,
-                    device=device,
-                    dtype=torch.float32,
-                ),
-            )
+        yield name, _drawn(name, master, generator)
+
+
+def _drawn(name: str, master: Master, generator: torch.Generator) -> torch.Tensor:
+    """The values with which a master begins; those of a gated delta rule as transformers does."""
+    values = torch.zeros(master.shape, device=generator.device, dtype=torch.float32)
+    if not master.parts:
+        return values
+    if len(master.shape) == 2:
+        return values.normal_(generator=generator).mul_(0.02)
+    if name.endswith(".convolution"):
+        most = master.shape[-1] ** -0.5
+        return values.uniform_(-most, most, generator=generator)
+    if name.endswith(".a_log"):
+        return values.uniform_(0.01, 16, generator=generator).log_()
+    if name.endswith(".dt_bias"):
+        return values.fill_(1.0)
+    return values if name.endswith("bias") else values.fill_(1.0 - master.offset)

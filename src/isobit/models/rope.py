@@ -176,6 +176,8 @@ _KEYS = {
     "long_factor",
 }  # fmt: skip
 """All known keys of the table; a kind ignores the keys of the others, as transformers does."""
+_OF_IMAGES = {"mrope_section", "mrope_interleaved"}
+"""Keys of positions in images, which those in text do not depend on."""
 _OF_DEFAULT = {"rope_type", "rope_theta"}
 
 Rope = tuple[float, RopeScaling | None, float]  # theta, scaling and partial_rotary_factor
@@ -221,7 +223,8 @@ def rope_json(rope: Rope, window_theta: float | None, traits: Traits) -> dict[st
     window, where it is another.
     """
     theta, scaling, partial = rope
-    turned = {} if partial == 1 else {"partial_rotary_factor": partial}
+    is_plain = partial == traits.default_partial == 1
+    turned = {} if is_plain else {"partial_rotary_factor": partial}
     if scaling is None:
         kind: dict[str, Any] = {"rope_type": "default"}
         older: dict[str, Any] = {}
@@ -275,10 +278,12 @@ def _of_full_layers(
 def _read_table(
     table: ConfigFields, fields: ConfigFields, traits: Traits, max_positions: int, head_dim: int
 ) -> Rope:
-    unknown = sorted(table.values.keys() - _KEYS)
+    known = _KEYS | _OF_IMAGES if traits.is_hybrid else _KEYS
+    unknown = sorted(table.values.keys() - known)
     if unknown:
         raise table.refusal(unknown[0], f"known are {', '.join(sorted(_KEYS))}")
-    partial = _partial(table, traits, head_dim, _partial(fields, traits, head_dim))
+    has_own = table.has("partial_rotary_factor")
+    partial = _partial(table if has_own else fields, traits, head_dim)
     if fields.has("partial_rotary_factor") and partial != _partial(fields, traits, head_dim):
         raise table.refusal("partial_rotary_factor", "the file's own is another")
     theta = _theta(table, _theta(fields, traits.default_rope_theta))
@@ -372,9 +377,9 @@ def _theta(fields: ConfigFields, default: float) -> float:
     return fields.number("rope_theta", _MIN_THETA, _MAX_THETA, default)
 
 
-def _partial(fields: ConfigFields, traits: Traits, head_dim: int, default: float = 1.0) -> float:
+def _partial(fields: ConfigFields, traits: Traits, head_dim: int) -> float:
     key = "partial_rotary_factor"
-    partial = fields.number(key, 0, 1, default)
+    partial = fields.number(key, 0, 1, traits.default_partial)
     if partial != 1 and not traits.partial_rotary:
         raise fields.refusal(key, "expected 1")
     turned = int(head_dim * partial)

@@ -9,7 +9,7 @@ Everything but attention works on rows.  A row's bits do not depend on its neigh
 batch-invariant), and a prompt's rows see the prompt alone, so one computation has the bits of all.
 Attention works on tokens: ``SharedAttention`` gathers Q, K and V of every token, with which a back
 end's attention over whole sequences does what it does without sharing, on KV tiles that count from
-each sequence's own start, and keeps the rows of its results.
+each sequence's own start, and keeps the rows of its results; so does a gated delta rule.
 
 In the backward a shared row has one output, whose gradient stands at its first token and is 0 at
 the others; dQ is taken from there.  Its K and V were read once a sequence: dK and dV are the sums
@@ -22,11 +22,20 @@ layer is computed; between forward and backward only rows are kept.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from isobit.kernels.operands import Attended, AttendWithBackward, QkvTransform
+from isobit.kernels.operands import (
+    Attended,
+    AttendWithBackward,
+    DeltaGradients,
+    DeltaInputs,
+    DeltaRuleWithBackward,
+    DeltaWeights,
+    QkvTransform,
+)
 from isobit.records.batch import PackedBatch
 
 Move = Callable[[torch.Tensor], torch.Tensor]
@@ -146,8 +155,39 @@ class SharedAttention:
         row has once.
         """
         shared = self._shared
-        first, row_of = shared.sum.first, shared.row_of
-        d_tokens = d_output.new_zeros((len(row_of), d_output.shape[1]))
-        d_tokens.index_copy_(0, first, d_output)
-        dq, dk, dv = self._tokens.backward(attended.rows(row_of), d_tokens, sinks)
+        d_tokens = self._at_first(d_output)
+        dq, dk, dv = self._tokens.backward(attended.rows(shared.row_of), d_tokens, sinks)
         return shared.first(dq), shared.sum(dk), shared.sum(dv)
+
+    def delta_rule(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> torch.Tensor:
+        """-> [U, values]"""
+        of_tokens = self._rule.delta_rule(layer, inputs.map(self._shared.spread), weights)
+        return self._shared.first(of_tokens)
+
+    def delta_rule_saving(
+        self, inputs: DeltaInputs, weights: DeltaWeights
+    ) -> tuple[torch.Tensor, Any]:
+        """[U, values], and what the backward reads: inputs of the rows, states of the tokens."""
+        spread = inputs.map(self._shared.spread)
+        of_tokens, saved = self._rule.delta_rule_saving(spread, weights)
+        return self._shared.first(of_tokens), replace(saved, inputs=inputs)
+
+    def delta_rule_backward(
+        self, saved: Any, d_output: torch.Tensor, weights: DeltaWeights, gradients: DeltaGradients
+    ) -> DeltaInputs:
+        """The gradient of [U, values] -> those of the inputs of the rows."""
+        shared, inputs = self._shared, saved.inputs
+        whole = replace(saved, inputs=inputs.map(shared.spread))
+        made = self._rule.delta_rule_backward(whole, self._at_first(d_output), weights, gradients)
+        return made.map(shared.sum)
+
+    @property
+    def _rule(self) -> DeltaRuleWithBackward:
+        assert isinstance(self._tokens, DeltaRuleWithBackward)
+        return self._tokens
+
+    def _at_first(self, d_output: torch.Tensor) -> torch.Tensor:
+        """[U, N] -> [T, N]: at the first token of each row, and 0 at the others."""
+        shared = self._shared
+        d_tokens = d_output.new_zeros((len(shared.row_of), d_output.shape[1]))
+        return d_tokens.index_copy_(0, shared.sum.first, d_output)

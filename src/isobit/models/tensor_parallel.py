@@ -269,6 +269,11 @@ def check_cut(config: ModelConfig, ranks: int) -> None:
             "experts, which tensor parallelism does not cut: take cluster.rollout_tp = 1; in FP8 "
             "30B parameters of experts fit one GPU"
         )
+    if config.delta is not None:
+        raise ConfigError(
+            f"cluster.rollout_tp = {ranks}, but a {config.family} model has gated delta nets, "
+            "which tensor parallelism does not cut: take cluster.rollout_tp = 1"
+        )
     if config.wide_qk_norm:
         raise ConfigError(
             f"cluster.rollout_tp = {ranks}, but the norms of Q and K of a {config.family} model "

@@ -22,7 +22,7 @@ from isobit.precision.quant_tensor import EIGHT_BITS, INT8_SUMMANDS, Format, Sca
 from isobit.util.errors import ConfigError
 
 SiteKind = Literal[
-    "embedding", "norm", "linear", "adapter", "router", "attention", "kv_cache", "head"
+    "embedding", "norm", "linear", "adapter", "router", "attention", "kv_cache", "delta", "head"
 ]
 
 
@@ -36,6 +36,8 @@ class LinearShape:
     parts: Mapping[str, int]
     in_features: int
     experts: int = 1
+    is_plain: bool = False
+    """Whether it has the format between operators in every flow."""
 
     @property
     def out_features(self) -> int:
@@ -145,7 +147,7 @@ class Graph:
 
     @property
     def num_layers(self) -> int:
-        return sum(site.kind == "attention" for site in self.sites)
+        return sum(site.kind in ("attention", "delta") for site in self.sites)
 
     def without_adapters(self) -> "Graph":
         """The same, without LoRA's sites."""
@@ -296,7 +298,8 @@ def _build_graph(config: PrecisionConfig, shape: DecoderShape, side: Side) -> Gr
     for site in shape.sites:
         kept = site.layer is not None and not config.first_layers_bf16 <= site.layer < last
         if site.linear is not None:
-            wanted = base if kept or site.aliases & set(config.modules_bf16) else linears
+            named = bool(site.aliases & set(config.modules_bf16))
+            wanted = base if kept or named or site.linear.is_plain else linears
             sites.append(_linear_site(config, site.name, site.linear, wanted))
         elif site.adapter is not None:
             rows = site.adapter.rows

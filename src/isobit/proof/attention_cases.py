@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.operands import (
+    DeltaShape,
     PagedBatch,
     QkvTransform,
     RopeTable,
@@ -40,6 +41,8 @@ class AttentionCase:
     outliers: bool = False
     """Whether some queries and channels are much larger than others, and K has a large bias."""
     num_layers: int = 1
+    delta: DeltaShape | None = None
+    delta_layers: tuple[int, ...] = ()
     sinks: Tensor | None = None
 
     @property

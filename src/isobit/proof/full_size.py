@@ -22,11 +22,12 @@ import torch
 from isobit.config.base import Device
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
-from isobit.models.config import ModelConfig, model_shape
+from isobit.models.config import ModelConfig
 from isobit.models.folder import choose_device
 from isobit.models.policy import Policy, random_masters
 from isobit.models.policy_share import PolicyShare
 from isobit.models.scorer import Scorer
+from isobit.models.shapes import model_shape
 from isobit.parallel.world import ALONE, World
 from isobit.proof.scenarios import Scenario, Workload
 from isobit.proof.verify import ScenarioResult, VerifyResult, run_scenario

@@ -5,6 +5,7 @@ language model's folder.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +16,7 @@ from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import Objective
 from isobit.data.stop_tokens import stop_token_ids
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer, pad_token_id, tokenizer_size
+from isobit.kernels.operands import DeltaShape
 from isobit.models.config import Experts, Lora, ModelConfig
 from isobit.models.families import FAMILIES
 from isobit.models.family_keys import every_layer
@@ -172,12 +174,37 @@ def decoder_of(shape: ModelShape, tokens: int) -> ModelConfig:
         experts=_experts(shape),
         sliding_window=shape.sliding_window,
         no_rope_layers=_no_rope_layers(shape),
+        **_delta_net(shape),
     )
 
 
 def _no_rope_layers(shape: ModelShape) -> tuple[int, ...]:
     interval = FAMILIES[shape.family].default_no_rope_interval
     return () if interval is None else every_layer(interval, shape.num_layers)
+
+
+def _delta_net(shape: ModelShape) -> dict[str, Any]:
+    traits = FAMILIES[shape.family]
+    if not traits.is_hybrid:
+        return {}
+    head_dim = shape.head_dim or shape.hidden_size // shape.num_heads
+    key_heads = shape.linear_num_key_heads or shape.num_heads
+    key_dim = shape.linear_key_head_dim or head_dim
+    rule = DeltaShape(
+        key_heads,
+        shape.linear_num_value_heads or key_heads,
+        key_dim,
+        shape.linear_value_head_dim or key_dim,
+        width=4,
+    )
+    full = every_layer(traits.default_interval, shape.num_layers) or (shape.num_layers - 1,)
+    layers = tuple(layer for layer in range(shape.num_layers) if layer not in full)
+    turned = int(head_dim * traits.default_partial) // 2 * 2
+    return {
+        "delta": rule,
+        "delta_layers": layers,
+        "partial_rotary_factor": max(turned, 2) / head_dim,
+    }
 
 
 def check_shape(shape: ModelShape) -> None:
@@ -201,6 +228,19 @@ def check_shape(shape: ModelShape) -> None:
         raise ConfigError(
             "from_scratch.moe_intermediate_size is for the family 'qwen3_moe'; experts of the "
             "others have intermediate_size"
+        )
+    of_delta = {key: value for key, value in shape if key.startswith("linear_")}
+    if any(of_delta.values()) and not FAMILIES[shape.family].is_hybrid:
+        key = next(key for key, value in of_delta.items() if value)
+        raise ConfigError(
+            f"from_scratch.{key} is {of_delta[key]}, and family {shape.family!r}; only "
+            "qwen3_5_text has gated delta nets"
+        )
+    key_heads = shape.linear_num_key_heads or shape.num_heads
+    if (shape.linear_num_value_heads or key_heads) % key_heads:
+        raise ConfigError(
+            f"from_scratch.linear_num_value_heads is {shape.linear_num_value_heads}, which is no "
+            f"multiple of {key_heads}, the heads of Q and K"
         )
     if shape.sliding_window is not None and shape.family not in WINDOWED:
         raise ConfigError(

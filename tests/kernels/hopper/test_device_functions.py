@@ -10,8 +10,8 @@ from isobit.config.precision import PrecisionConfig
 from isobit.kernels.backend import ModelNeeds
 from isobit.kernels.hopper import sizes, support
 from isobit.kernels.triton import device_functions
-from isobit.models.config import model_shape
 from isobit.models.folder import model_needs
+from isobit.models.shapes import model_shape
 from isobit.precision.flow import LinearShape, Site
 from isobit.precision.quant_tensor import BLOCK, block_sizes
 

@@ -2,9 +2,12 @@
 one.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from isobit.kernels.operands import DeltaShape
 from isobit.kernels.spec import sizes
 from isobit.kernels.spec.paged_attention import PAGE_TOKENS, SpecKvCache
 from isobit.kernels.spec.qkv import Heads
@@ -37,7 +40,7 @@ def tokens(dtype: torch.dtype, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_pages_are_zero_and_of_the_promised_size(mixed: PrecisionFlow) -> None:
     cache = SpecKvCache(SHAPE, mixed, 5)
     assert (cache.page_tokens, cache.num_pages) == (sizes.page_tokens, 5)
-    held = [x for arena in cache.layers for x in (arena.values, arena.scales)]
+    held = [x for arena in cache.layers.values() for x in (arena.values, arena.scales)]
     assert sum(x.nbytes for x in held) == 5 * sizes.page_bytes(SHAPE, mixed)
     assert not any(x.view(torch.uint8).any() for x in held)
 
@@ -47,7 +50,7 @@ def test_a_token_is_read_as_it_was_encoded_and_others_stay(mixed: PrecisionFlow)
     cache = SpecKvCache(SHAPE, mixed, 3)
     dtype = DTYPES[mixed.training.activations]
     slots = torch.tensor([2 * PAGE_TOKENS + 7, 0, PAGE_TOKENS + 63, 1])
-    for layer, format in enumerate(cache.formats):
+    for layer, format in cache.formats.items():
         pair = tokens(dtype, 4)
         cache.write(layer, slots, *pair)
         for found, source in zip(cache.read(layer, slots), pair, strict=True):
@@ -61,6 +64,29 @@ def test_a_token_is_read_as_it_was_encoded_and_others_stay(mixed: PrecisionFlow)
                 assert torch.equal(raw(first)[0][side, page, :, token], raw(heads)[0][page])
 
 
+@pytest.mark.parametrize("flow", ["fp32", "int8"])
+def test_a_page_of_a_delta_rule_is_copied_and_cleared_with_the_others(flow: str) -> None:
+    rule = DeltaShape(key_heads=1, value_heads=2, key_dim=8, value_dim=4, width=4)
+    shape = replace(SHAPE, delta=rule, delta_layers=(0, 2))
+    mixed = shape.flow(flow)
+    cache = SpecKvCache(shape, mixed, 4)
+    assert sorted(cache.layers) == [1] and sorted(cache.delta) == [0, 2]
+    held = [x for arena in cache.layers.values() for x in (arena.values, arena.scales)]
+    of_rules = [x for pages in cache.delta.values() for x in pages.tensors]
+    assert sum(x.nbytes for x in (*held, *of_rules)) == 4 * sizes.page_bytes(shape, mixed)
+    for x in of_rules:
+        x.copy_(torch.randn(x.shape))
+    before = [x.clone() for x in of_rules]
+    cache.copy_pages([0, 1], [3, 2])
+    for x, old in zip(of_rules, before, strict=True):
+        assert torch.equal(x[[3, 2, 0, 1]], old[[0, 1, 0, 1]])
+    cache.clear_pages([1, 3])
+    for x, old in zip(of_rules, before, strict=True):
+        assert not x[[1, 3]].any() and torch.equal(x[[0, 2]], old[[0, 1]])
+    cache.clear()
+    assert not any(x.any() for x in of_rules)
+
+
 def test_pages_are_copied_in_all_layers_and_cleared_in_place() -> None:
     cache = SpecKvCache(SHAPE, SHAPE.flow("fp8", first_layers_bf16=1), 4)
     for layer in range(3):
@@ -71,8 +97,8 @@ def test_pages_are_copied_in_all_layers_and_cleared_in_place() -> None:
         for x in raw(pages):
             assert torch.equal(x[:, 3], x[:, 0]) and torch.equal(x[:, 2], x[:, 1])
             assert not torch.equal(x[:, 0], x[:, 1])
-    places = [x.data_ptr() for arena in cache.layers for x in raw(arena)]
+    places = [x.data_ptr() for arena in cache.layers.values() for x in raw(arena)]
     cache.layers[0].values.fill_(torch.nan)
     cache.clear()
-    assert places == [x.data_ptr() for arena in cache.layers for x in raw(arena)]
-    assert not any(x.any() for arena in cache.layers for x in raw(arena))
+    assert places == [x.data_ptr() for arena in cache.layers.values() for x in raw(arena)]
+    assert not any(x.any() for arena in cache.layers.values() for x in raw(arena))

@@ -48,11 +48,20 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import log, log2
 
 import torch
 
-from isobit.kernels.operands import QkvTransform, observe_heads, rounded
+from isobit.kernels.operands import (
+    DeltaGradients,
+    DeltaInputs,
+    DeltaWeights,
+    QkvTransform,
+    observe_heads,
+    rounded,
+)
+from isobit.kernels.spec.delta_rule import DeltaSaved, PackedDelta
 from isobit.kernels.spec.qkv import (
     Heads,
     RopeRows,
@@ -63,7 +72,7 @@ from isobit.kernels.spec.qkv import (
 )
 from isobit.kernels.spec.quantise import reciprocal_of_byte
 from isobit.precision.flow import Graph
-from isobit.precision.quant_tensor import AMAX_FLOOR, E4M3, E8M0_BIAS, Format
+from isobit.precision.quant_tensor import AMAX_FLOOR, E4M3, E8M0_BIAS
 
 TILE = 64
 _LN2, _LOG2_E = log(2.0), log2(math.e)
@@ -324,9 +333,7 @@ class PackedAttention:
 
     def __init__(self, graph: Graph, lengths: tuple[int, ...], positions: torch.Tensor) -> None:
         """``positions`` int64 [T], from 0 in each sequence."""
-        self._formats: list[Format] = [
-            site.forward for site in graph.sites if site.kind == "attention"
-        ]
+        self._graph, self._lengths = graph, lengths
         self._groups, self._inverse = _pad(lengths)
         self._rope = RopeRows(positions)
 
@@ -338,7 +345,7 @@ class PackedAttention:
         self, layer: int, qkv: torch.Tensor, transform: QkvTransform
     ) -> tuple[torch.Tensor, Attended]:
         """[T, (H + 2 G) D] -> [T, H D], and what the backward reads."""
-        format = self._formats[layer]
+        format = self._graph.attention_format(layer)
         made = transform_qkv(layer, qkv, transform, self._rope.of(transform))
         q, k, v = (
             Heads.encode(x, format, fixed)
@@ -387,6 +394,31 @@ class PackedAttention:
             for parts in zip(*padded, strict=True)
         )
         return dq, dk, dv
+
+    def delta_rule(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> torch.Tensor:
+        """-> [T, values]"""
+        del layer  # nothing is kept
+        return self._delta.forward(inputs, weights)[0]
+
+    def delta_rule_saving(
+        self, inputs: DeltaInputs, weights: DeltaWeights
+    ) -> tuple[torch.Tensor, DeltaSaved]:
+        """[T, values], and what the backward reads."""
+        return self._delta.forward(inputs, weights)
+
+    def delta_rule_backward(
+        self,
+        saved: DeltaSaved,
+        d_output: torch.Tensor,
+        weights: DeltaWeights,
+        gradients: DeltaGradients,
+    ) -> DeltaInputs:
+        """The gradient of [T, values] -> those of the inputs."""
+        return self._delta.backward(saved, d_output, weights, gradients)
+
+    @cached_property
+    def _delta(self) -> PackedDelta:
+        return PackedDelta(self._lengths)
 
 
 def _pad(lengths: tuple[int, ...]) -> tuple[list[PaddedGroup], torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 
 from isobit.kernels.backend import Backend, Captured
 from isobit.kernels.operands import DecodeBatch, KvCache, KvShape, PagedBatch
-from isobit.kernels.spec import sizes
+from isobit.kernels.spec import delta_rule, sizes
 from isobit.kernels.spec.attention import PackedAttention
 from isobit.kernels.spec.experts import (
     experts,
@@ -67,6 +67,7 @@ class SpecBackend:
     name = "spec"
     device = torch.device("cpu")
     sizes = sizes
+    hybrid = delta_rule
     is_asynchronous = rounds_alone = False  # matrices are on the grid of the exact GEMM
     memory = None
 

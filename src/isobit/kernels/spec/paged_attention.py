@@ -13,7 +13,7 @@ sorted by descending length, so that tile j is gathered only for those that have
 Groups are kept small enough for the processor's cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -21,6 +21,8 @@ import numpy as np
 import torch
 
 from isobit.kernels.operands import (
+    DeltaInputs,
+    DeltaWeights,
     KvShape,
     PagedBatch,
     QkvTransform,
@@ -30,6 +32,7 @@ from isobit.kernels.operands import (
     rounded,
 )
 from isobit.kernels.spec.attention import TILE, KeyTile, attend
+from isobit.kernels.spec.delta_rule import DeltaPages, PagedDelta
 from isobit.kernels.spec.qkv import Heads, RopeRows, fixed_bytes, transform_qkv
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import DTYPES, E4M3, Format
@@ -47,9 +50,17 @@ class SpecKvCache:
 
     def __init__(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> None:
         self.num_pages = num_pages
-        self.formats: tuple[Format, ...] = kv_formats(shape, flow)
+        self.formats = kv_formats(shape, flow)
         pages = (2, num_pages, shape.num_kv_heads, PAGE_TOKENS)
-        self.layers = [_empty_heads(pages, shape.head_dim, format) for format in self.formats]
+        self.layers = {
+            layer: _empty_heads(pages, shape.head_dim, format)
+            for layer, format in self.formats.items()
+        }
+        self.delta = dict[int, DeltaPages]()
+        if shape.delta is not None:
+            dtype = DTYPES[flow.rollout.activations]
+            for layer in shape.delta_layers:
+                self.delta[layer] = DeltaPages(shape.delta, num_pages, dtype, _empty)
 
     def write(
         self,
@@ -83,22 +94,28 @@ class SpecKvCache:
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy pages of every layer, ``sources[i]`` to ``targets[i]``."""
-        for arena in self.layers:
-            for tensor in (_raw(arena.values), arena.scales):
-                for source, target in zip(sources, targets, strict=True):
-                    tensor[:, target] = tensor[:, source]
+        for tensor in self._by_page():
+            for source, target in zip(sources, targets, strict=True):
+                tensor[:, target] = tensor[:, source]
 
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Set pages of every layer to zero, in place."""
-        for arena in self.layers:
-            for tensor in (_raw(arena.values), arena.scales):
-                tensor[:, list(pages)] = 0
+        for tensor in self._by_page():
+            tensor[:, list(pages)] = 0
 
     def clear(self) -> None:
         """Set everything to zero, in place."""
-        for arena in self.layers:
-            _raw(arena.values).zero_()
-            arena.scales.zero_()
+        for tensor in self._by_page():
+            tensor.zero_()
+
+    def _by_page(self) -> Iterator[torch.Tensor]:
+        """All tensors, [.., page, ..]."""
+        for arena in self.layers.values():
+            yield _raw(arena.values)
+            yield arena.scales
+        for pages in self.delta.values():
+            for tensor in pages.tensors:
+                yield tensor[None]
 
     def gather(self, layer: int, pages: torch.Tensor, width: int) -> Heads:
         """K and V of the first ``width`` tokens of the given pages, int64 [n] -> [2, n, G, width,
@@ -111,11 +128,12 @@ def _empty_heads(pages: tuple[int, ...], head_dim: int, format: Format) -> Heads
     """Zeros, so that keys beyond a sequence's end are finite: their probability is 0, and 0 * NaN
     would not be.
     """
-    dtype = DTYPES[format]
-    values = _untouched_zeros(prod(pages) * head_dim * dtype.itemsize).view(dtype)
     scales = torch.float32 if format == "int8" else torch.uint8
-    zeros = _untouched_zeros(prod(pages) * scales.itemsize).view(scales)
-    return Heads(values.view(*pages, head_dim), zeros.view(pages))
+    return Heads(_empty((*pages, head_dim), DTYPES[format]), _empty(pages, scales))
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return _untouched_zeros(prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def _untouched_zeros(size: int) -> torch.Tensor:
@@ -153,12 +171,14 @@ class PagedAttention:
         """``positions`` int64 [T], of the new tokens."""
         self._cache, self._slots = cache, batch.slots
         self._rope = RopeRows(positions)
+        self._delta = PagedDelta(batch, positions) if cache.delta else None
         counts = torch.tensor(batch.counts)
         lengths = torch.tensor(batch.lengths)
         starts = counts.cumsum(0) - counts
         order = torch.argsort(lengths, descending=True, stable=True)
         single = counts[order] == 1
-        most = max(1, _TILE_NUMBERS // cache.layers[0].values[0, 0].numel())
+        tile = next(iter(cache.layers.values())).values[0, 0].numel()
+        most = max(1, _TILE_NUMBERS // tile)
         members = [
             group
             for part in (order[single], order[~single])
@@ -181,6 +201,11 @@ class PagedAttention:
         outputs = [self._attend(layer, group, heads, transform) for group in self._groups]
         padded = torch.cat(outputs).index_select(0, self._inverse)
         return rounded(padded.reshape(qkv.shape[0], -1), qkv.dtype)
+
+    def delta_rule(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> torch.Tensor:
+        """-> [T, values]"""
+        assert self._delta is not None, "the cache has pages for it"
+        return self._delta.forward(self._cache.delta[layer], inputs, weights)
 
     def _attend(
         self, layer: int, group: _Group, heads: Heads, transform: QkvTransform

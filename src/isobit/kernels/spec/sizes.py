@@ -5,6 +5,7 @@ a is the bytes of an activation (2, or 4 in fp32), f those of a number of Q, K, 
     matrix       N K and 4 per 128x128 block in E4M3 or row in INT8, otherwise 2 or 4 N K
     KV page      2 * 64 G (D f + 1)                             one byte of scale per vector, 4 of
                                                                 INT8
+    delta page   64 a channels + 4 H (64 (dk + dv + 1) + dk dv)
     encoded      (H + 2 G) (D f + 1) + 4 H                      and one log-sum-exp per query
     workspaces   the largest of these, which are never alive together:
       GEMM       8 T K + 8 N K + 16 T N                         operands and product in FP64, of
@@ -22,8 +23,8 @@ Workspaces are upper estimates of short-lived tensors.
 
 from collections.abc import Mapping
 
-from isobit.kernels.operands import KvShape, kv_formats
-from isobit.kernels.sizes import AttentionShape, ExpertBytes, ExpertsShape, WorkShape
+from isobit.kernels.operands import DeltaShape, KvShape, kv_formats
+from isobit.kernels.sizes import AttentionShape, DeltaBytes, ExpertBytes, ExpertsShape, WorkShape
 from isobit.kernels.spec.attention import GROUP_TOKENS, QUERY_BLOCK, TILE
 from isobit.kernels.spec.head import CHUNK
 from isobit.precision.flow import PrecisionFlow, Site
@@ -36,8 +37,19 @@ logits_at_once = CHUNK
 
 def page_bytes(shape: KvShape, flow: PrecisionFlow) -> int:
     vectors = 2 * page_tokens * shape.num_kv_heads
-    formats = kv_formats(shape, flow)
-    return sum(vectors * _vector(shape.head_dim, format) for format in formats)
+    heads = sum(vectors * _vector(shape.head_dim, one) for one in kv_formats(shape, flow).values())
+    if shape.delta is None:
+        return heads
+    activation = DTYPES[flow.rollout.activations].itemsize
+    return heads + len(shape.delta_layers) * delta_page_bytes(shape.delta, activation)
+
+
+def delta_page_bytes(shape: DeltaShape, activation: int) -> int:
+    """A chunk of a delta rule: its inputs, and in FP32 keys, updates, decays and the state in front
+    of it.
+    """
+    head = page_tokens * (shape.key_dim + shape.value_dim + 1) + shape.key_dim * shape.value_dim
+    return activation * page_tokens * shape.channels + 4 * shape.value_heads * head
 
 
 def _vector(head_dim: int, format: Format) -> int:
@@ -122,6 +134,16 @@ def experts(shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes:
                 (down, shape.intermediate_size),
             )
         ),
+    )
+
+
+def delta(shape: DeltaShape) -> DeltaBytes:
+    """States in FP32, one for each 64 tokens or fewer, are counted for sequences of 64 or more."""
+    states = 4 * shape.value_heads * shape.key_dim * shape.value_dim // page_tokens
+    rows = 4 * (2 * shape.value_heads * shape.key_dim + shape.values + 2 * shape.value_heads)
+    mixed = 4 * (shape.width + 3) * shape.channels
+    return DeltaBytes(
+        saved=states, made=rows + mixed + 4 * shape.values, gradients=2 * rows + 2 * mixed
     )
 
 

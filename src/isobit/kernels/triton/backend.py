@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from isobit.kernels.backend import Backend, Captured
+from isobit.kernels.backend import Backend, Captured, HybridOperations
 from isobit.kernels.operands import DecodeBatch, KvCache, KvShape, PagedBatch
 from isobit.kernels.sizes import Sizes
 from isobit.kernels.triton import (
@@ -33,6 +33,7 @@ from isobit.kernels.triton.products import PortableProducts, Products
 from isobit.kernels.triton.slow import slow_here
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import QuantTensor, ScaleKind
+from isobit.util.errors import ConfigError
 
 
 class TritonBackend:
@@ -95,6 +96,10 @@ class TritonBackend:
         self.route_backward = experts.route_backward
         self.token_log_probs_backward = partial(head.token_log_probs_backward, products)
         self.head_logits_backward = partial(head.head_logits_backward, products)
+
+    @property
+    def hybrid(self) -> HybridOperations:
+        raise ConfigError('gated delta nets are computed on CPUs alone; set device = "cpu"')
 
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return table.index_select(0, token_ids)

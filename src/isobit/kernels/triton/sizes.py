@@ -18,8 +18,8 @@ and 4 a row.
 
 from collections.abc import Callable, Mapping
 
-from isobit.kernels.operands import LOGITS_CHUNK, KvShape, kv_formats
-from isobit.kernels.sizes import AttentionShape, ExpertBytes, ExpertsShape, WorkShape
+from isobit.kernels.operands import LOGITS_CHUNK, DeltaShape, KvShape, kv_formats
+from isobit.kernels.sizes import AttentionShape, DeltaBytes, ExpertBytes, ExpertsShape, WorkShape
 from isobit.kernels.triton.heads import PAGE_TOKENS
 from isobit.precision.flow import PrecisionFlow, Site
 from isobit.precision.quant_tensor import (
@@ -64,10 +64,14 @@ def backward_rows(vocab_size: int) -> int:
 
 def page_formats(shape: KvShape, flow: PrecisionFlow) -> tuple[Format, ...]:
     """The format of each layer's pages.  Raises ConfigError for FP32."""
-    formats = kv_formats(shape, flow)
+    formats = tuple(kv_formats(shape, flow).values())
     if "fp32" in formats:
         raise ConfigError("the fp32 flow runs on the CPU: attention on a GPU takes e4m3 and bf16")
     return formats
+
+
+def delta(shape: DeltaShape) -> DeltaBytes:
+    raise ConfigError(f"gated delta nets are computed on CPUs alone, not on a GPU: {shape}")
 
 
 def page_bytes(shape: KvShape, flow: PrecisionFlow) -> int:

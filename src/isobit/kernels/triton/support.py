@@ -119,6 +119,8 @@ def shared_problem(needs: ModelNeeds, head_sizes: tuple[int, ...]) -> str | None
         what = "a clamped SwiGLU, sinks, and biases of all linears"
         what = "an MLP with GELU (GeGLU)" if needs.gate == "gelu_tanh" else what
         return f"the model has {what}, and the kernels on the GPU compute SiLU (SwiGLU) alone"
+    if needs.has_delta_rule:
+        return "gated delta nets are computed on CPUs alone"
     if needs.has_frozen_experts:
         return "LoRA on a model with experts is computed on CPUs alone"
     return heads_problem(needs.num_heads, needs.num_kv_heads, needs.head_dim, head_sizes)
