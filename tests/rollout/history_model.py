@@ -15,7 +15,7 @@ import torch
 from isobit.config.rollout import RolloutConfig
 from isobit.kernels.backend import backend_of
 from isobit.kernels.noise import sample_key, splitmix64_of
-from isobit.kernels.operands import Drawn, Draws
+from isobit.kernels.operands import DeltaShape, Drawn, Draws
 from isobit.kernels.spec.head import draw, draw_tokens, log_softmax, truncate
 from isobit.models.tensor_parallel import WHOLE
 from isobit.records.text import Prompt, SamplingParams
@@ -128,6 +128,8 @@ class FakeConfig:
     num_layers: int = 0
     num_kv_heads: int = 0
     head_dim: int = 0
+    delta: DeltaShape | None = None
+    delta_layers: tuple[int, ...] = ()
 
 
 class FakePolicy:
