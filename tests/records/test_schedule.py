@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobit.records.schedule import Bound
+from isobit.records.schedule import Schedule
 from isobit.store.schedule_record import ScheduledStep, ScheduleRecord
 
 NAMES = st.tuples(st.text(max_size=4), st.integers(0, 9))
@@ -22,21 +22,21 @@ NAMES = st.tuples(st.text(max_size=4), st.integers(0, 9))
 def test_whatever_ends_first_no_step_is_late_and_each_group_is_learnt_from_once(
     staleness: int, per_step: int, steps: int, data: st.DataObject
 ) -> None:
-    bound = Bound(staleness, per_step, steps)
+    schedule = Schedule(staleness, per_step, steps)
     begun, learnt = 0, list[int]()
     open_groups: list[tuple[int, int, bool]] = []  # number, begun_after, is_whole
     for step in range(1, steps + 1):
         while True:
-            while begun < bound.most_begun(step - 1) and data.draw(st.booleans()):
+            while begun < schedule.groups_begun(step - 1) and data.draw(st.booleans()):
                 open_groups.append((begun, step - 1, False))
                 begun += 1
-            chosen = bound.chosen(step, [(after, whole) for _, after, whole in open_groups])
+            chosen = schedule.chosen(step, [(after, whole) for _, after, whole in open_groups])
             if chosen is not None:
                 break
             half_done = [place for place, one in enumerate(open_groups) if not one[2]]
             if not half_done:  # only too few groups can be the reason
                 assert len(open_groups) < per_step
-                assert begun < bound.most_begun(step - 1)
+                assert begun < schedule.groups_begun(step - 1)
                 open_groups.append((begun, step - 1, False))
                 begun += 1
                 continue

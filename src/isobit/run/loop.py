@@ -37,7 +37,7 @@ that completion is graded and not learnt from.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import compress
 from typing import TypeAlias
@@ -46,12 +46,13 @@ from isobit.config.recipes import RunConfig
 from isobit.observe.console import Console, silent
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Completion, Group
+from isobit.rewards.tally import GradeStats
 from isobit.rollout.engine_stats import EngineStats, Progress
 from isobit.rollout.requests import Request
 from isobit.run.free_batches import FreeBatches
 from isobit.run.log import RlLog, RlSummary
 from isobit.run.open_run import OpenRun, begin_run, start_run
-from isobit.run.pending import GradedBatch, Pending
+from isobit.run.pending import GradedBatch
 from isobit.run.resolved import as_begun, resolve, settled, with_check_of_run
 from isobit.run.rl_run import RlRun, extra_bytes, prepare_rl, read_rl
 from isobit.run.rollouters import Rollouters, check_parts
@@ -100,16 +101,14 @@ def take_step(opened: OpenRlRun, step: int) -> StepDigests:
     Returns digests of the batch and of the weights, masters and moments after it.
     """
     run, log = opened.run, opened.log
-    requested = sample_missing(run, log, step)
-    with opened.learning(), run.pending.beside():
+    run.calibrate_if_due()  # before the first step, where it was not evaluated
+    with sampling(run, log, step), opened.learning():
         log.check_state()
         batch = next_batch(run, log)
         estimated = estimate_advantages(run, batch)  # GRPO: (reward - group's mean) / deviation
         trained = learn(run, log, batch, estimated, step)
         digests = StepDigests.of(step, batch.groups, state_digest(run))
     run.pending.end_step(step)
-    for _ in range(requested):
-        receive_batch(run, log)
     run.calibrate_if_due()
     log.step(step, batch, run.pending.take_engine(), trained, digests, estimated)
     log.note_hidden(batch.groups)
@@ -120,27 +119,55 @@ def take_step(opened: OpenRlRun, step: int) -> StepDigests:
     return digests
 
 
-def sample_missing(run: RlRun, log: RlLog, step: int) -> int:
-    """Have the batch of ``step`` waiting, and with a lag those that are sampled ahead of it.
-
-    -> How many batches the rollouters sample while the step learns.
+def sampling(run: RlRun, log: RlLog, step: int) -> AbstractContextManager[None]:
+    """A block in which ``step`` learns, from a batch that is in the queue when it begins; what else
+    the schedule has in this step is sampled before, or meanwhile by others.
     """
-    run.calibrate_if_due()  # before the first step, where it was not evaluated
-    pending = run.pending
-    if isinstance(pending, FreeBatches):
-        pending.take(sample_freely(run, pending, step))
-        return 0
-    if run.rollouters is None:
-        for _ in pending.missing(step):
-            pending.add(collect(run))
-        return 0
-    for _ in pending.missing(step - 1):  # at the start and after a resume nothing is there yet
+    if run.free is not None:
+        return sampling_freely(run, run.free, step)
+    if run.rollouters is not None:
+        return sampling_by_rollouters(run, log, step)
+    return sampling_in_turn(run, step)
+
+
+@contextmanager
+def sampling_in_turn(run: RlRun, step: int) -> Iterator[None]:
+    """Whole batches, drawn here before the step learns."""
+    for _ in run.pending.missing(step):
+        run.pending.add(collect(run))
+    yield
+
+
+@contextmanager
+def sampling_by_rollouters(run: RlRun, log: RlLog, step: int) -> Iterator[None]:
+    """Whole batches, drawn by other processes while the step learns."""
+    for _ in run.pending.missing(step - 1):  # at the start and after a resume nothing is there yet
         request_batch(run)
         receive_batch(run, log)
-    beside = pending.missing(step)
+    beside = run.pending.missing(step)
     for _ in beside:
         request_batch(run)
-    return len(beside)
+    yield
+    for _ in beside:
+        receive_batch(run, log)
+
+
+@contextmanager
+def sampling_freely(run: RlRun, free: FreeBatches, step: int) -> Iterator[None]:
+    """Groups, drawn until a batch of them is whole; half-done samples wait while the step learns,
+    or servers draw them on.
+    """
+    version = run.model.policy.version
+    with run.clock("rollout"), run.console.generating("rollout") as progress:
+        watched = run.interruption.watched(progress)
+        groups, ranks, to_compare = free.sample(step, version, run.grading, watched)
+    run.console.notes(run.notes())
+    run.check_noise_of(version, groups)
+    batch = GradedBatch(groups, grade(run, groups, ranks), EngineStats(), to_compare=to_compare)
+    run.pending.add(batch)
+    with free.beside():
+        yield
+    run.pending.engine += free.end_step(step)
 
 
 def collect(run: RlRun) -> GradedBatch:
@@ -190,24 +217,17 @@ def rollout(run: RlRun, count: int) -> GradedBatch:
     groups = [submitted.get(index) or group_of(index, of) for index, of in enumerate(completions)]
     check_sampled(groups, stats.generated_tokens)
     run.check_noise(requests_of_all, completions)
-    with run.clock("grading"), run.console.busy("grading"):
-        grades = run.grading(groups, ranks)
+    grades = grade(run, groups, ranks)
     for group, of_greedy in zip(groups[:count], groups[count:], strict=False):
         group.baseline = _baseline(of_greedy)
         group.baseline_length = of_greedy.completions[0].length
     return GradedBatch(groups[:count], grades, stats)
 
 
-def sample_freely(run: RlRun, free: FreeBatches, step: int) -> GradedBatch:
-    """Draw until a batch for the step is whole, and grade it; half-done samples wait."""
-    version = run.model.policy.version
-    with run.clock("rollout"), run.console.generating("rollout") as progress:
-        watched = run.interruption.watched(progress)
-        groups, ranks = free.sample(step, version, run.grading, watched)
-    run.console.notes(run.notes())
-    run.check_noise_of(version, groups)
+def grade(run: RlRun, groups: Sequence[Group], ranks: Sequence[int]) -> GradeStats:
+    """Fill the rewards of groups, which these ranks have begun to grade."""
     with run.clock("grading"), run.console.busy("grading"):
-        return GradedBatch(groups, run.grading(groups, ranks), EngineStats())
+        return run.grading(groups, ranks)
 
 
 def _greedy(request: Request) -> Request:
@@ -310,7 +330,6 @@ def request_batch(run: RlRun) -> None:
 def receive_batch(run: RlRun, log: RlLog) -> None:
     """Wait for the batch, and take over the order of prompts and what the run was given."""
     assert run.rollouters is not None
-    assert isinstance(run.pending, Pending)
     with run.clock("waiting"), run.console.busy("waiting for the rollouters"):
         value = run.rollouters.receive_result()
     for name, seconds in value["seconds"].items():

@@ -29,6 +29,7 @@ from isobit.observe.metrics import check_packages, check_services
 from isobit.parallel.world import ALONE, World
 from isobit.proof.redraw import redraw_some
 from isobit.records.packing import pack
+from isobit.records.schedule import Schedule
 from isobit.records.text import Completion, Group, SamplingParams
 from isobit.rollout.engine_stats import EngineStats, Progress
 from isobit.rollout.episodes import Episodes
@@ -107,12 +108,12 @@ class RlRun(Run[RunConfig, RlData]):
         if rollouters is not None:
             self.engine.release()  # it is asked for nothing
         self.reference = load_reference(config, policy, self.model.folder) if learns else None
-        asynchrony = config.asynchrony
-        self.pending: Pending | FreeBatches = (
-            Pending(asynchrony.lag, config.training.steps, plan.data.train)
-            if asynchrony.max_staleness is None
-            else self._free_batches(around)
-        )
+        ahead, training = config.asynchrony.ahead, config.training
+        schedule = Schedule(ahead, training.prompts_per_step, training.steps)
+        self.pending = Pending(schedule, plan.data.train)
+        is_free = config.asynchrony.max_staleness is not None
+        self.free = self._free_batches(schedule, around) if is_free else None
+        """Draws the groups of a recorded schedule; None where it is written beforehand."""
         self.replay: ReplayBuffer | None = None
         if config.replay.fraction > 0:
             self.replay = ReplayBuffer(config.replay, config.seed)
@@ -126,7 +127,8 @@ class RlRun(Run[RunConfig, RlData]):
             "reference": self.reference,
             "replay": self.replay,
             "calibration": self.calibration,
-            self.pending.name: self.pending if asynchrony.lag or asynchrony.max_staleness else None,
+            "pending": self.pending if ahead and not is_free else None,
+            "open_groups": self.free if ahead else None,
         }
         self.extras |= {name: extra for name, extra in extras.items() if extra is not None}
 
@@ -147,12 +149,12 @@ class RlRun(Run[RunConfig, RlData]):
         )
         return Learner(estimator, self.replay, self.calibration, config.check.repeat_every)
 
-    def _free_batches(self, around: Surroundings) -> FreeBatches:
-        config, data = self.config, self.data
-        like = Request(data.prompts[0], 0, config.training.samples_per_prompt, self.sampling)
+    def _free_batches(self, schedule: Schedule, around: Surroundings) -> FreeBatches:
+        data, samples = self.data, self.config.training.samples_per_prompt
+        like = Request(data.prompts[0], 0, samples, self.sampling)
         records = around.schedule, around.writer
         return FreeBatches(
-            config, self.world, self.engine, self.sampler, like, data.train, *records
+            schedule, self.world, self.engine, self.sampler, like, data.train, *records
         )
 
     def _with_answers(self, answers: AnswerRecord) -> Episodes | None:
@@ -482,12 +484,8 @@ _STOPS = (
 def extra_bytes(config: RunConfig, model: ModelConfig) -> int:
     """The most that a checkpoint holds beside policy and optimiser."""
     replay = config.replay.max_mib * (1 << 20) if config.replay.fraction > 0 else 0
-    training, asynchrony = config.training, config.asynchrony
-    waiting = (
-        (asynchrony.lag or asynchrony.max_staleness or 0)
-        * training.prompts_per_step
-        * training.samples_per_prompt
-    )
+    training = config.training
+    waiting = config.asynchrony.ahead * training.prompts_per_step * training.samples_per_prompt
     tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     return checkpoint_bytes(config, model) + int(replay) + pending_bytes(waiting, tokens)
 
