@@ -1,5 +1,5 @@
-"""The rules of a free schedule: no step is late, no token too old, and a line of it is read as it
-was written.
+"""The rules of a schedule: which weights sample which batch where it is written beforehand; that no
+step is late and no token too old where it is recorded; and that a line is read as it was written.
 """
 
 import pytest
@@ -10,6 +10,19 @@ from isobit.records.schedule import Schedule
 from isobit.store.schedule_record import ScheduledStep, ScheduleRecord
 
 NAMES = st.tuples(st.text(max_size=4), st.integers(0, 9))
+
+
+@given(ahead=st.integers(0, 5), steps=st.integers(1, 9))
+def test_what_is_written_beforehand_is_sampled_by_weights_of_so_many_steps(
+    ahead: int, steps: int
+) -> None:
+    schedule = Schedule(ahead, 3, steps)
+    sampled_by = dict[int, int]()
+    for done in range(steps):
+        for batch in range(1, schedule.batches_begun(done) + 1):
+            sampled_by.setdefault(batch, done)
+        assert schedule.groups_begun(done) == 3 * len(sampled_by)
+    assert sampled_by == {batch: max(batch - 1 - ahead, 0) for batch in range(1, steps + 1)}
 
 
 @settings(max_examples=300, deadline=None)

@@ -34,11 +34,6 @@ class AsyncConfig(Strict):
     run; by default ``lag`` says what is sampled when.
     """
 
-    @property
-    def ahead(self) -> int:
-        """Steps that sampling runs ahead of learning at most."""
-        return self.lag or self.max_staleness or 0
-
 
 OnMismatch = Literal["warn", "stop", "ignore"]
 ON_MISMATCH = get_args(OnMismatch)

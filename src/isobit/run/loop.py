@@ -20,12 +20,12 @@ Who waits for whom:
 - Grading begins as soon as a group is complete, beside the rollout of the others, on the rank that
   has taken its prompt.  All ranks get all groups with their rewards.
 - Engine and trainer take turns with the device's memory (``isobit.memory.sharing``).
-- With ``async.lag`` = k a batch waits for k steps between grading and learning
-  (``isobit.run.pending``).
+- A schedule says when a batch is sampled (``isobit.records.schedule``), and a queue has it until it
+  is learnt from (``isobit.run.pending``): for k steps with ``async.lag`` = k.
 - With ``async.max_staleness`` a step learns as soon as enough groups are whole; half-done samples
   go on with the next weights (``isobit.run.free_batches``).
 - With ``cluster.rollouters`` some of the processes only sample: while the trainers learn batch t,
-  they roll out, grade and compare batch t + k (``isobit.run.pending``).
+  they roll out, grade and compare batch t + k (``isobit.run.rollouters``).
 
 With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) a group of which no completion that is
 learnt from has an advantage is replaced by the group of a further prompt, until the step has as
@@ -123,10 +123,10 @@ def sampling(run: RlRun, log: RlLog, step: int) -> AbstractContextManager[None]:
     """A block in which ``step`` learns, from a batch that is in the queue when it begins; what else
     the schedule has in this step is sampled before, or meanwhile by others.
     """
-    if run.free is not None:
-        return sampling_freely(run, run.free, step)
+    if run.free_batches is not None:
+        return sampling_freely(run, run.free_batches, step)
     if run.rollouters is not None:
-        return sampling_by_rollouters(run, log, step)
+        return sampling_by_rollouters(run, run.rollouters, log, step)
     return sampling_in_turn(run, step)
 
 
@@ -139,17 +139,29 @@ def sampling_in_turn(run: RlRun, step: int) -> Iterator[None]:
 
 
 @contextmanager
-def sampling_by_rollouters(run: RlRun, log: RlLog, step: int) -> Iterator[None]:
+def sampling_by_rollouters(
+    run: RlRun, rollouters: Rollouters, log: RlLog, step: int
+) -> Iterator[None]:
     """Whole batches, drawn by other processes while the step learns."""
+
+    def receive() -> None:
+        with run.clock("waiting"), run.console.busy("waiting for the rollouters"):
+            value = rollouters.receive(run)
+        for name, seconds in value["seconds"].items():
+            run.clock.add(name, seconds)
+        batch = run.pending.batch_of(value["batch"])
+        log.inspect_ahead(batch.findings)  # before a checkpoint holds it
+        run.pending.add(replace(batch, engine=EngineStats(**value["engine"])))
+
     for _ in run.pending.missing(step - 1):  # at the start and after a resume nothing is there yet
-        request_batch(run)
-        receive_batch(run, log)
+        rollouters.ask("batch", run)
+        receive()
     beside = run.pending.missing(step)
     for _ in beside:
-        request_batch(run)
+        rollouters.ask("batch", run)
     yield
     for _ in beside:
-        receive_batch(run, log)
+        receive()
 
 
 @contextmanager
@@ -163,7 +175,7 @@ def sampling_freely(run: RlRun, free: FreeBatches, step: int) -> Iterator[None]:
         groups, ranks, to_compare = free.sample(step, version, run.grading, watched)
     run.console.notes(run.notes())
     run.check_noise_of(version, groups)
-    batch = GradedBatch(groups, grade(run, groups, ranks), EngineStats(), to_compare=to_compare)
+    batch = GradedBatch(groups, graded(run, groups, ranks), EngineStats(), to_compare=to_compare)
     run.pending.add(batch)
     with free.beside():
         yield
@@ -217,14 +229,14 @@ def rollout(run: RlRun, count: int) -> GradedBatch:
     groups = [submitted.get(index) or group_of(index, of) for index, of in enumerate(completions)]
     check_sampled(groups, stats.generated_tokens)
     run.check_noise(requests_of_all, completions)
-    grades = grade(run, groups, ranks)
+    grades = graded(run, groups, ranks)
     for group, of_greedy in zip(groups[:count], groups[count:], strict=False):
         group.baseline = _baseline(of_greedy)
         group.baseline_length = of_greedy.completions[0].length
     return GradedBatch(groups[:count], grades, stats)
 
 
-def grade(run: RlRun, groups: Sequence[Group], ranks: Sequence[int]) -> GradeStats:
+def graded(run: RlRun, groups: Sequence[Group], ranks: Sequence[int]) -> GradeStats:
     """Fill the rewards of groups, which these ranks have begun to grade."""
     with run.clock("grading"), run.console.busy("grading"):
         return run.grading(groups, ranks)
@@ -314,28 +326,3 @@ def open_run(
         start_run(recipe, prepare, RlRun.open_log, *begun, samples=rollouters is None) as opened,
     ):
         yield opened
-
-
-# Batches that rollouters sample, on processes of their own.
-
-
-def request_batch(run: RlRun) -> None:
-    """Have the rollouters sample the next batch, by the weights as they are now."""
-    assert run.rollouters is not None
-    run.rollouters.update_weights(run.model.policy)
-    state, ahead = run.sampler.state(), run.recorded.ahead()
-    run.rollouters.send_command({"do": "sample", "sampler": state, "ahead": ahead})
-
-
-def receive_batch(run: RlRun, log: RlLog) -> None:
-    """Wait for the batch, and take over the order of prompts and what the run was given."""
-    assert run.rollouters is not None
-    with run.clock("waiting"), run.console.busy("waiting for the rollouters"):
-        value = run.rollouters.receive_result()
-    for name, seconds in value["seconds"].items():
-        run.clock.add(name, seconds)
-    run.sampler.restore(value["sampler"])
-    run.recorded.append(value["given"])
-    batch = run.pending.batch_of(value["batch"])
-    log.inspect_ahead(batch.findings)
-    run.pending.add(replace(batch, engine=EngineStats(**value["engine"])))

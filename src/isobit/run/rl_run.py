@@ -31,6 +31,7 @@ from isobit.proof.redraw import redraw_some
 from isobit.records.packing import pack
 from isobit.records.schedule import Schedule
 from isobit.records.text import Completion, Group, SamplingParams
+from isobit.records.wire import completions_of
 from isobit.rollout.engine_stats import EngineStats, Progress
 from isobit.rollout.episodes import Episodes
 from isobit.rollout.requests import Request
@@ -51,7 +52,7 @@ from isobit.run.pending import Pending, pending_bytes
 from isobit.run.plan import Plan
 from isobit.run.resolved import ResolvedRecipe
 from isobit.run.reward_models import plan_reward_models
-from isobit.run.rollouters import RecordedInputs, Rollouters, evaluate_by_rollouters
+from isobit.run.rollouters import RecordedInputs, Rollouters, evaluation_of
 from isobit.run.run import Run, Surroundings
 from isobit.store.resume import Start
 from isobit.store.reward_record import AnswerRecord, RewardRecord
@@ -108,11 +109,10 @@ class RlRun(Run[RunConfig, RlData]):
         if rollouters is not None:
             self.engine.release()  # it is asked for nothing
         self.reference = load_reference(config, policy, self.model.folder) if learns else None
-        ahead, training = config.asynchrony.ahead, config.training
-        schedule = Schedule(ahead, training.prompts_per_step, training.steps)
+        schedule = schedule_of(config)
         self.pending = Pending(schedule, plan.data.train)
         is_free = config.asynchrony.max_staleness is not None
-        self.free = self._free_batches(schedule, around) if is_free else None
+        self.free_batches = self._free_batches(schedule, around) if is_free else None
         """Draws the groups of a recorded schedule; None where it is written beforehand."""
         self.replay: ReplayBuffer | None = None
         if config.replay.fraction > 0:
@@ -127,8 +127,8 @@ class RlRun(Run[RunConfig, RlData]):
             "reference": self.reference,
             "replay": self.replay,
             "calibration": self.calibration,
-            "pending": self.pending if ahead and not is_free else None,
-            "open_groups": self.free if ahead else None,
+            "pending": self.pending if schedule.ahead and not is_free else None,
+            "open_groups": self.free_batches if schedule.ahead else None,
         }
         self.extras |= {name: extra for name, extra in extras.items() if extra is not None}
 
@@ -345,7 +345,8 @@ class RlRun(Run[RunConfig, RlData]):
         if self.rollouters is None:
             completions = self.sample_few()
         else:
-            completions = self.rollouters.sample_few(self.model.policy, self.sampler.state())
+            self.rollouters.ask("few", self)
+            completions = completions_of(self.rollouters.receive(self)["samples"])
         [batch] = pack([completion.sequence for completion in completions], 1 << 30)
         with self.turns.training(self.clock):
             return batch.recorded_log_probs, self.trainer.scorer.score(batch).log_probs
@@ -356,9 +357,8 @@ class RlRun(Run[RunConfig, RlData]):
         self.calibrate_if_due()  # before the first step
         if self.rollouters is None:
             return self.evaluator.run(progress, grading)
-        return evaluate_by_rollouters(
-            self.rollouters, self.model.policy, self.evaluator, self.recorded
-        )
+        self.rollouters.ask("evaluation", self)
+        return evaluation_of(self.rollouters.receive(self), self.evaluator)
 
     def open_log(self, start: Start) -> RlLog:
         """The log, which makes the run's directory, or takes an old one back to where the run
@@ -481,11 +481,17 @@ _STOPS = (
 )
 
 
+def schedule_of(config: RunConfig) -> Schedule:
+    """When samples are drawn: by one key of the two, of which one has to be left out."""
+    ahead = config.asynchrony.lag or config.asynchrony.max_staleness or 0
+    return Schedule(ahead, config.training.prompts_per_step, config.training.steps)
+
+
 def extra_bytes(config: RunConfig, model: ModelConfig) -> int:
     """The most that a checkpoint holds beside policy and optimiser."""
     replay = config.replay.max_mib * (1 << 20) if config.replay.fraction > 0 else 0
-    training = config.training
-    waiting = config.asynchrony.ahead * training.prompts_per_step * training.samples_per_prompt
+    schedule = schedule_of(config)
+    waiting = schedule.ahead * schedule.per_step * config.training.samples_per_prompt
     tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     return checkpoint_bytes(config, model) + int(replay) + pending_bytes(waiting, tokens)
 
