@@ -55,7 +55,7 @@ from isobit.run.open_run import OpenRun, begin_run, start_run
 from isobit.run.pending import GradedBatch
 from isobit.run.resolved import as_begun, resolve, settled, with_check_of_run
 from isobit.run.rl_run import RlRun, extra_bytes, prepare_rl, read_rl
-from isobit.run.rollouters import Rollouters, check_parts
+from isobit.run.rollouters import Rollouters, ask_for, check_parts, receive_for
 from isobit.run.run import Surroundings
 from isobit.store.state import StepDigests, state_digest
 from isobit.training.step import Findings, StepMetrics
@@ -146,7 +146,7 @@ def sampling_by_rollouters(
 
     def receive() -> None:
         with run.clock("waiting"), run.console.busy("waiting for the rollouters"):
-            value = rollouters.receive(run)
+            value = receive_for(rollouters, run)
         for name, seconds in value["seconds"].items():
             run.clock.add(name, seconds)
         batch = run.pending.batch_of(value["batch"])
@@ -154,11 +154,11 @@ def sampling_by_rollouters(
         run.pending.add(replace(batch, engine=EngineStats(**value["engine"])))
 
     for _ in run.pending.missing(step - 1):  # at the start and after a resume nothing is there yet
-        rollouters.ask("batch", run)
+        ask_for("batch", rollouters, run)
         receive()
     beside = run.pending.missing(step)
     for _ in beside:
-        rollouters.ask("batch", run)
+        ask_for("batch", rollouters, run)
     yield
     for _ in beside:
         receive()

@@ -52,7 +52,7 @@ from isobit.run.pending import Pending, pending_bytes
 from isobit.run.plan import Plan
 from isobit.run.resolved import ResolvedRecipe
 from isobit.run.reward_models import plan_reward_models
-from isobit.run.rollouters import RecordedInputs, Rollouters, evaluation_of
+from isobit.run.rollouters import RecordedInputs, Rollouters, ask_for, evaluation_of, receive_for
 from isobit.run.run import Run, Surroundings
 from isobit.store.resume import Start
 from isobit.store.reward_record import AnswerRecord, RewardRecord
@@ -345,8 +345,8 @@ class RlRun(Run[RunConfig, RlData]):
         if self.rollouters is None:
             completions = self.sample_few()
         else:
-            self.rollouters.ask("few", self)
-            completions = completions_of(self.rollouters.receive(self)["samples"])
+            ask_for("few", self.rollouters, self)
+            completions = completions_of(receive_for(self.rollouters, self)["samples"])
         [batch] = pack([completion.sequence for completion in completions], 1 << 30)
         with self.turns.training(self.clock):
             return batch.recorded_log_probs, self.trainer.scorer.score(batch).log_probs
@@ -357,8 +357,8 @@ class RlRun(Run[RunConfig, RlData]):
         self.calibrate_if_due()  # before the first step
         if self.rollouters is None:
             return self.evaluator.run(progress, grading)
-        self.rollouters.ask("evaluation", self)
-        return evaluation_of(self.rollouters.receive(self), self.evaluator)
+        ask_for("evaluation", self.rollouters, self)
+        return evaluation_of(receive_for(self.rollouters, self), self.evaluator)
 
     def open_log(self, start: Start) -> RlLog:
         """The log, which makes the run's directory, or takes an old one back to where the run

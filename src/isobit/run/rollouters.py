@@ -85,13 +85,6 @@ class RecordedInputs:
         self.write_answers()
 
 
-class AskingRun(TrainingRun, Protocol):
-    """A run whose samples rollouters draw."""
-
-    @property
-    def recorded(self) -> RecordedInputs: ...
-
-
 class Rollouters:
     """The two parts of a world, seen from a rank of either."""
 
@@ -112,22 +105,16 @@ class Rollouters:
         mine = {"host": self.mine.host, "bits": environment(device)["bits"]}
         check_alike(self._meet(lambda: mine))
 
-    def ask(self, what: Asked, run: AskingRun) -> None:
+    def ask(self, policy: Policy, question: Mapping[str, Any]) -> None:
         """Trainers: have the rollouters sample something by the weights as they are now."""
-        policy, state, ahead = run.model.policy, run.sampler.state(), run.recorded.ahead()
         is_new = self._passed_on != policy.version
-        self._meet(lambda: {"what": what, "weights": is_new, "sampler": state, "ahead": ahead})
+        self._meet(lambda: {**question, "weights": is_new})
         if is_new:
             self._pass_on(policy)
 
-    def receive(self, run: AskingRun) -> dict[str, Any]:
-        """Trainers: wait for what was asked for, and take over the order of prompts and what the
-        run was given.
-        """
-        value = self._travel(None)
-        run.sampler.restore(value["sampler"])
-        run.recorded.append(value["given"])
-        return value
+    def receive(self) -> Any:
+        """Trainers: wait for what was asked for."""
+        return self._travel(None)
 
     def wait(self, policy: Policy, check: Callable[[], None]) -> Mapping[str, Any] | None:
         """Rollouters: wait for what they are to sample, and for the weights to sample it by; None
@@ -181,6 +168,27 @@ class Rollouters:
         if not isinstance(error, (Exception, Interrupted)):
             return False
         return self.mine.size == 1 or is_raised_on_all(error)
+
+
+class AskingRun(TrainingRun, Protocol):
+    """A run whose samples rollouters draw."""
+
+    @property
+    def recorded(self) -> RecordedInputs: ...
+
+
+def ask_for(what: Asked, rollouters: Rollouters, run: AskingRun) -> None:
+    """Trainers: ask for what comes next in the run."""
+    state, ahead = run.sampler.state(), run.recorded.ahead()
+    rollouters.ask(run.model.policy, {"what": what, "sampler": state, "ahead": ahead})
+
+
+def receive_for(rollouters: Rollouters, run: AskingRun) -> dict[str, Any]:
+    """Trainers: wait for it, and take over the order of prompts and what the run was given."""
+    value = rollouters.receive()
+    run.sampler.restore(value["sampler"])
+    run.recorded.append(value["given"])
+    return value
 
 
 def evaluation_of(value: Mapping[str, Any], evaluator: Evaluator) -> Evaluation[EvalResult]:
