@@ -276,27 +276,27 @@ def run_split(sitting: Sitting, case: StepCase, settings: dict[str, Any]) -> Non
 def train(rollouters: Rollouters, loop: Loop, case: StepCase) -> Row:
     """The trainer's steps; the first batch is sampled before them."""
     loop.warm_up_training(case)
-    rollouters.update_weights(loop.policy)
     for warm_up in (
         StepCase(case.prompts, case.samples, case.prompt_tokens, WARM_UP_TOKENS),
         StepCase(1, case.sequences, case.length - WARM_UP_TOKENS, WARM_UP_TOKENS),
     ):
-        _begin(rollouters, warm_up)
-        rollouters.receive_result()
-    _begin(rollouters, case)
+        _begin(rollouters, loop, warm_up)
+        rollouters.receive()
+    _begin(rollouters, loop, case)
     batch, _ = _finished(rollouters, loop, case)
+    _begin(rollouters, loop, case)
     steps: list[dict[str, float]] = []
     for _ in range(STEPS):
         began = _now()
-        _begin(rollouters, case)
         loop.learn(batch)
         learnt = _now()
         batch, rollout = _finished(rollouters, loop, case)
         taken = _now()
-        rollouters.update_weights(loop.policy)
+        _begin(rollouters, loop, case)  # the new weights go with it
         ended = _now()
         step = {"seconds": ended - began, "training_s": learnt - began, "rollout_s": rollout}
         steps.append(step | {"waiting_s": taken - learnt, "weights_s": ended - taken})
+    _finished(rollouters, loop, case)
     middle = {name: median(step[name] for step in steps) for name in steps[0]}
     return {**middle, "steps": steps, "published": published_digest(loop.policy)}
 
@@ -309,14 +309,10 @@ def serve(rollouters: Rollouters, mode: str, config: ModelConfig, device: str) -
     precision = precision_of(mode)
     policy = random_policy(config, precision, 0, own, trainable=False, world=rollouters.mine)
     engine, random, visit = NativeEngine(policy, ROLLOUT, None, seed=0), Random(0), 0  # noqa: S311 (no secret)
-    while (command := rollouters.receive_command(lambda: None))["do"] != "end":
-        if command["do"] == "take weights":
-            rollouters.transfer_weights(policy)
-            continue
+    while (asked := rollouters.wait(policy, lambda: None)) is not None:
         visit += 1
-        case = StepCase(*command["case"])
-        requests = requests_of(case, config.vocab_size, visit)
-        rollouters.send_result(lambda asked=requests: _sampled(engine, asked, random))
+        requests = requests_of(StepCase(*asked["case"]), config.vocab_size, visit)
+        rollouters.answer(lambda asked=requests: _sampled(engine, asked, random))
 
 
 def _sampled(engine: NativeEngine, requests: list[Request], random: Random) -> dict[str, Any]:
@@ -328,14 +324,14 @@ def _sampled(engine: NativeEngine, requests: list[Request], random: Random) -> d
     return {"batch": groups_value(groups), "seconds": _now() - began}
 
 
-def _begin(rollouters: Rollouters, case: StepCase) -> None:
+def _begin(rollouters: Rollouters, loop: Loop, case: StepCase) -> None:
     sizes = case.prompts, case.samples, case.prompt_tokens, case.new_tokens
-    rollouters.send_command({"do": "sample", "case": sizes})
+    rollouters.ask(loop.policy, {"case": sizes})
 
 
 def _finished(rollouters: Rollouters, loop: Loop, case: StepCase) -> tuple[list[Group], float]:
     """The batch, drawn by weights of before, and the seconds that it took."""
-    value: Mapping[str, Any] = rollouters.receive_result()
+    value: Mapping[str, Any] = rollouters.receive()
     requests = requests_of(case, loop.policy.config.vocab_size, 0)
     prompts = {request.prompt.id: request.prompt for request in requests}
     return groups_of(value["batch"], prompts.__getitem__, fresh=False), value["seconds"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from isobit.records.schedule import Bound
+from isobit.records.schedule import Schedule
 
 SEQUENCES = (1, 8, 32, 128, 256)
 TOKENS_PER_S = (289, 2_124, 7_126, 14_957, 17_696)
@@ -55,13 +55,15 @@ def decode_s(sequences: int) -> float:
 
 def simulate(max_staleness: int, seed: int, steps: int = STEPS) -> float:
     """Seconds of rollout a step."""
-    rng, bound = np.random.default_rng(seed), Bound(max_staleness, GROUPS, steps)
+    rng, schedule = np.random.default_rng(seed), Schedule(max_staleness, GROUPS, steps)
     opened, begun, seconds = list[SimulatedGroup](), 0, 0.0
     for step in range(1, steps + 1):
         seconds += sum(group.recomputed for group in opened) / RECOMPUTED_PER_S
-        while (chosen := bound.chosen(step, [(g.begun_after, g.is_whole) for g in opened])) is None:
+        while (
+            chosen := schedule.chosen(step, [(g.begun_after, g.is_whole) for g in opened])
+        ) is None:
             running = _running(opened)
-            while len(running) < PLACES and begun < bound.most_begun(step - 1):
+            while len(running) < PLACES and begun < schedule.groups_begun(step - 1):
                 lengths = rng.lognormal(np.log(MEAN) - SIGMA**2 / 2, SIGMA, SAMPLES)
                 clipped = np.clip(lengths.astype(np.int64), 1, LONGEST)
                 opened.append(SimulatedGroup(step - 1, clipped, np.zeros(SAMPLES, np.int64)))

@@ -21,7 +21,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "rollout": (NativeEngine, "step"),
     "grading": (RecordedGrading, "__call__"),
     "training": (Trainer, "_step"),
-    "idle": (Rollouters, "receive_command"),
+    "idle": (Rollouters, "wait"),
 }
 
 

@@ -91,7 +91,7 @@ def test_our_launcher(
     expected_ahead: Callable[..., dict[str, Any]],
     outcome: Callable[[Path], dict[str, Any]],
 ) -> None:
-    words, log = command({"idle": 6, "rollout": 20}), tmp_path / "log"
+    words, log = command({"idle": 4, "rollout": 20}), tmp_path / "log"
     launcher = called("tests.faults.test_restarts:start_again", log, words, 2)
     launcher.join()
     said = log.read_text()

@@ -1,15 +1,28 @@
-"""The rules of a free schedule: no step is late, no token too old, and a line of it is read as it
-was written.
+"""The rules of a schedule: which weights sample which batch where it is written beforehand; that no
+step is late and no token too old where it is recorded; and that a line is read as it was written.
 """
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobit.records.schedule import Bound
+from isobit.records.schedule import Schedule
 from isobit.store.schedule_record import ScheduledStep, ScheduleRecord
 
 NAMES = st.tuples(st.text(max_size=4), st.integers(0, 9))
+
+
+@given(ahead=st.integers(0, 5), steps=st.integers(1, 9))
+def test_what_is_written_beforehand_is_sampled_by_weights_of_so_many_steps(
+    ahead: int, steps: int
+) -> None:
+    schedule = Schedule(ahead, 3, steps)
+    sampled_by = dict[int, int]()
+    for done in range(steps):
+        for batch in range(1, schedule.batches_begun(done) + 1):
+            sampled_by.setdefault(batch, done)
+        assert schedule.groups_begun(done) == 3 * len(sampled_by)
+    assert sampled_by == {batch: max(batch - 1 - ahead, 0) for batch in range(1, steps + 1)}
 
 
 @settings(max_examples=300, deadline=None)
@@ -22,21 +35,21 @@ NAMES = st.tuples(st.text(max_size=4), st.integers(0, 9))
 def test_whatever_ends_first_no_step_is_late_and_each_group_is_learnt_from_once(
     staleness: int, per_step: int, steps: int, data: st.DataObject
 ) -> None:
-    bound = Bound(staleness, per_step, steps)
+    schedule = Schedule(staleness, per_step, steps)
     begun, learnt = 0, list[int]()
     open_groups: list[tuple[int, int, bool]] = []  # number, begun_after, is_whole
     for step in range(1, steps + 1):
         while True:
-            while begun < bound.most_begun(step - 1) and data.draw(st.booleans()):
+            while begun < schedule.groups_begun(step - 1) and data.draw(st.booleans()):
                 open_groups.append((begun, step - 1, False))
                 begun += 1
-            chosen = bound.chosen(step, [(after, whole) for _, after, whole in open_groups])
+            chosen = schedule.chosen(step, [(after, whole) for _, after, whole in open_groups])
             if chosen is not None:
                 break
             half_done = [place for place, one in enumerate(open_groups) if not one[2]]
             if not half_done:  # only too few groups can be the reason
                 assert len(open_groups) < per_step
-                assert begun < bound.most_begun(step - 1)
+                assert begun < schedule.groups_begun(step - 1)
                 open_groups.append((begun, step - 1, False))
                 begun += 1
                 continue

@@ -82,6 +82,7 @@ def test_samples_go_on_with_other_weights_and_nothing_differs(
     config = free(staleness)
     summary = train(config)
     assert summary.tokens_differing == 0 < summary.tokens_compared
+    assert 0 < summary.tokens_learnt <= summary.tokens_generated
     lines = schedule_of(config.output)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert any(any(counts) for line in lines for *_, counts in line["drawn"])

@@ -135,7 +135,6 @@ def test_what_is_compared_after_the_weights_moved_differs(
         run: RlRun, log: RlLog, batch: GradedBatch, estimated: Sequence[Group], step: int
     ) -> StepMetrics:
         trained = run.learner.update(batch.groups, estimated, step)
-        assert isinstance(run.pending, Pending)
         compare(run.pending, run.trainer)
         batch = run.pending.front()
         assert batch.comparison is not None

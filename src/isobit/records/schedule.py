@@ -1,19 +1,27 @@
-"""Which step learns from which group, and which weights draw which token, where sampling runs as
-far ahead of learning as ``async.max_staleness`` = k allows.
+"""When what a step learns from is sampled, and by which weights: the schedule of a run, in which
+sampling runs at most k steps ahead of learning.
 
-A group is *open* from the moment at which it is submitted to an engine until a step learns from it.
-Let a step learn from n groups, and let ``begun_after`` be the steps that the weights had behind
-them when a group was begun.  Two rules keep it:
+It is written beforehand (``async.lag`` = k; synchronous with k = 0), or recorded as it happens
+(``async.max_staleness`` = k).  A step learns from n groups.  In both, before step t is done,
 
-    begin   a group begins while fewer than (k + 1) n are open, those that are learnt from included,
-            and in the order of the prompts
-    learn   step t learns from the first n whole groups in that order, unless the others could then
-            not all be learnt from in time, by step ``begun_after + 1 + k``; else it waits
+    begin    the first (t + k) n groups may have begun, in the order of the prompts
+
+Written, all that may begin is drawn to its end before the weights change: batch t, the t-th n
+groups, wholly by the weights after step max(t - 1 - k, 0), and step t learns from batch t.  Where
+groups are replaced, batches are counted and not groups.
+
+Recorded, a step learns as soon as enough groups are whole, and half-done samples go on with the
+next weights.  A group is *open* from the moment at which it is submitted to an engine until a step
+learns from it; ``begun_after`` are the steps that the weights had behind them when it was begun.
+
+    learn   step t learns from the first n whole groups in the order of the prompts, unless the
+            others could then not all be learnt from in time, by step ``begun_after + 1 + k``; else
+            it waits
 
 So a step is never late: whenever the first n open groups are whole, learning from them keeps the
-second rule, as the deadlines do not decrease in the order of the prompts, and at most (k + 1) n are
-open.  With k = 0 step t learns from the t-th n prompts, sampled by its own weights: the synchronous
-run.  A token is at most k steps older than the step that learns from it.
+rule, as the deadlines do not decrease in the order of the prompts, and at most (k + 1) n are open.
+With k = 0 step t learns from the t-th n prompts, sampled by its own weights: the synchronous run.
+A token is at most k steps older than the step that learns from it.
 
 Imports no torch.
 """
@@ -26,20 +34,24 @@ Name = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class Schedule:
     """The rules above, for a run of so many ``steps``."""
 
-    max_staleness: int
+    ahead: int
     """k, in steps."""
     per_step: int
     """n, in groups."""
     steps: int
 
-    def most_begun(self, done: int) -> int:
-        """Groups that may have begun, since the start of the run, before another step than the
+    def batches_begun(self, done: int) -> int:
+        """Batches that may have begun, since the start of the run, before another step than the
         ``done`` ones is.
         """
-        return min(self.steps, done + self.max_staleness + 1) * self.per_step
+        return min(self.steps, done + self.ahead + 1)
+
+    def groups_begun(self, done: int) -> int:
+        """The same in groups."""
+        return self.batches_begun(done) * self.per_step
 
     def chosen(self, step: int, open_groups: Sequence[tuple[int, bool]]) -> list[int] | None:
         """The places of the groups that ``step`` learns from, among the open ones in the order of
@@ -52,6 +64,6 @@ class Bound:
         taken = set(chosen)
         others = [begun for place, (begun, _) in enumerate(open_groups) if place not in taken]
         for place, begun_after in enumerate(others):
-            if begun_after + 1 + self.max_staleness < step + 1 + place // self.per_step:
+            if begun_after + 1 + self.ahead < step + 1 + place // self.per_step:
                 return None
         return chosen

@@ -1,4 +1,4 @@
-"""Batches of groups that are sampled up to ``async.max_staleness`` steps ahead
+"""Groups that stay open while steps learn, up to ``async.max_staleness`` steps ahead
 (``isobit.records.schedule`` has the rules, ``isobit.rollout.open_groups`` the sampling).
 
     step t    resume      half-done samples go on, by the weights after step t - 1
@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 
-from isobit.config.recipes import RunConfig
 from isobit.data.sampler import PromptSampler
 from isobit.parallel.world import World, run_on_all
-from isobit.records.schedule import Bound, Name
+from isobit.records.schedule import Name, Schedule
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group, Prompt
 from isobit.records.wire import completions_of, completions_value
@@ -35,20 +34,10 @@ from isobit.rollout.open_groups import OpenGroup, cut
 from isobit.rollout.requests import Request
 from isobit.rollout.shared_groups import SharedGroups
 from isobit.run.grading import RecordedGrading
-from isobit.run.pending import (
-    GradedBatch,
-    compared_sequences,
-    message_tensor,
-    prompt_of,
-    spread,
-    stale,
-    value_of,
-)
+from isobit.run.pending import message_tensor, prompt_of, spread, value_of
 from isobit.store.schedule_record import ScheduledStep, ScheduleRecord
 from isobit.store.waiting_writer import WaitingWriter
-from isobit.training.step import Findings
 from isobit.training.token_count import check_counted
-from isobit.training.trainer import Trainer
 
 Compared = tuple[str, int, int, int]
 """Prompt, visit, sample, and tokens of it."""
@@ -57,15 +46,13 @@ _TICK_S = 0.05
 
 
 class FreeBatches:
-    """The batches of a run, and the open groups in its checkpoints
+    """Draws the batches of a recorded schedule, and has the open groups in the run's checkpoints
     (``isobit.store.training_run.Extra``).
     """
 
-    name = "open_groups"
-
     def __init__(
         self,
-        config: RunConfig,
+        schedule: Schedule,
         world: World,
         engine: RolloutEngine,
         sampler: PromptSampler,
@@ -77,21 +64,17 @@ class FreeBatches:
         """``like`` is the request of any prompt; ``prompts`` are all that the run learns from;
         ``writer`` writes the record.
         """
-        staleness, training = config.asynchrony.max_staleness, config.training
-        assert staleness is not None
-        self._bound = Bound(staleness, training.prompts_per_step, training.steps)
+        self._schedule = schedule
         self._engine, self._sampler, self._like = engine, sampler, like
         self._prompts, self._record, self._writer = prompts, record, writer
         self._grading: RecordedGrading | None = None
         self._world = world
         self._shared = SharedGroups(world, engine, self._next_request, self._submit)
-        self._batch: GradedBatch | None = None
         self._names: tuple[Name, ...] = ()
         """The groups of the batch."""
         self._to_compare: dict[Compared, TokenSequence] = {}
         self._tokens = 0
         """Tokens of the open groups before the step, less those of the batch."""
-        self._stats = EngineStats()
         self._kept: list[OpenGroup] = []
         """The open groups as they were after the last step, for a checkpoint."""
 
@@ -103,15 +86,15 @@ class FreeBatches:
         version: int,
         grading: RecordedGrading,
         progress: Callable[[Progress], None],
-    ) -> tuple[list[Group], list[int]]:
+    ) -> tuple[list[Group], list[int], list[TokenSequence]]:
         """Draw by the weights of a version until the batch of a step can be chosen.  -> Its groups,
-        not graded, and the rank that grades each.  Raises what an engine raises.  All ranks
-        together.
+        not graded, the rank that grades each, and what is to be compared of the tokens that these
+        weights drew.  Raises what an engine raises.  All ranks together.
         """
         self._grading, done = grading, step - 1
         shared, opened = self._shared, self._shared.open
-        begun = done * self._bound.per_step + len(shared.groups)
-        shared.begin_step(done, self._bound.most_begun(done) - begun)
+        begun = done * self._schedule.per_step + len(shared.groups)
+        shared.begin_step(done, self._schedule.groups_begun(done) - begun)
         self._tokens = opened.tokens
         recorded = self._record.recorded(step)
 
@@ -120,14 +103,14 @@ class FreeBatches:
 
         if recorded is None:
             stays = isinstance(self._engine, HttpEngine)
-            places, ranks = shared.draw(partial(self._bound.chosen, step), watch, stays)
+            places, ranks = shared.draw(partial(self._schedule.chosen, step), watch, stays)
         else:
             places, ranks = shared.follow(recorded.learns, recorded.drawn, watch)
         self._names = tuple(shared.groups[place].name for place in places)
         self._to_compare = self._comparable(version, recorded)
         groups = opened.take(places)
         self._tokens -= sum(one.length for group in groups for one in group.completions)
-        return groups, ranks
+        return groups, ranks, list(self._to_compare.values())
 
     def _comparable(
         self, version: int, recorded: ScheduledStep | None
@@ -135,7 +118,7 @@ class FreeBatches:
         """What is compared of the tokens that the present weights drew: a few samples as far as
         they have come, or those of the record.
         """
-        if not self._bound.max_staleness:
+        if not self._schedule.ahead:
             return {}
         samples = {
             (*group.name, sample): completion
@@ -151,33 +134,6 @@ class FreeBatches:
             one: drawn_by(cut(samples[one[:3]], one[3]).sequence, version) for one in chosen
         }
         return {one: found for one, found in sequences.items() if found.response_length}
-
-    def take(self, batch: GradedBatch) -> None:
-        """Take the batch of the step, whose groups are graded."""
-        self._batch = batch
-
-    def compare(self, trainer: Trainer) -> None:
-        """Compare some of what the present weights drew, before they change."""
-        if self._bound.max_staleness:
-            assert self._batch is not None
-            found = compared_sequences(trainer, list(self._to_compare.values()))
-            self._batch = replace(self._batch, comparison=found[0], mismatch=found[1])
-
-    def findings(self) -> list[Findings]:
-        """What the comparison has found."""
-        assert self._batch is not None
-        return [self._batch.findings]
-
-    def front(self) -> GradedBatch:
-        """The batch to learn from."""
-        assert self._batch is not None
-        batch = self._batch
-        return replace(batch, groups=stale(batch.groups)) if self._bound.max_staleness else batch
-
-    def take_engine(self) -> EngineStats:
-        """The engine's figures since this was last called."""
-        stats, self._stats = self._stats, EngineStats()
-        return stats
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -210,13 +166,12 @@ class FreeBatches:
                 thread.join()
             run_on_all(world, lambda: _raise_first(errors))
 
-    def end_step(self, step: int) -> None:
-        """Note the line of a step that is done, and what a checkpoint holds after it.  Raises
-        MismatchError where the engines have drawn more or fewer tokens than the samples have got.
-        All ranks together.
+    def end_step(self, step: int) -> EngineStats:
+        """Note the line of a step that is done, and what a checkpoint holds after it.  -> What the
+        engines did.  Raises MismatchError where they have drawn more or fewer tokens than the
+        samples have got.  All ranks together.
         """
         stats, kept = self._shared.end_step()
-        self._stats += stats
         groups, tokens = self._shared.groups, self._shared.open.tokens
         check_counted(kept, tokens - self._tokens, "the open groups and the batch")
         drawn = {group.name: group.lengths for group in groups}
@@ -224,8 +179,8 @@ class FreeBatches:
         self._record.append([line])
         if self._writer is not None:
             self._writer.write_on_first(self._record.write)
-        self._batch = None
         self._kept = [group.copy() for group in groups]
+        return stats
 
     def _next_request(self) -> Request:
         [(prompt, visit)] = self._sampler.next(1)

@@ -20,12 +20,12 @@ Who waits for whom:
 - Grading begins as soon as a group is complete, beside the rollout of the others, on the rank that
   has taken its prompt.  All ranks get all groups with their rewards.
 - Engine and trainer take turns with the device's memory (``isobit.memory.sharing``).
-- With ``async.lag`` = k a batch waits for k steps between grading and learning
-  (``isobit.run.pending``).
+- A schedule says when a batch is sampled (``isobit.records.schedule``), and a queue has it until it
+  is learnt from (``isobit.run.pending``): for k steps with ``async.lag`` = k.
 - With ``async.max_staleness`` a step learns as soon as enough groups are whole; half-done samples
   go on with the next weights (``isobit.run.free_batches``).
 - With ``cluster.rollouters`` some of the processes only sample: while the trainers learn batch t,
-  they roll out, grade and compare batch t + k (``isobit.run.pending``).
+  they roll out, grade and compare batch t + k (``isobit.run.rollouters``).
 
 With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) a group of which no completion that is
 learnt from has an advantage is replaced by the group of a further prompt, until the step has as
@@ -37,7 +37,7 @@ that completion is graded and not learnt from.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import compress
 from typing import TypeAlias
@@ -46,15 +46,16 @@ from isobit.config.recipes import RunConfig
 from isobit.observe.console import Console, silent
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Completion, Group
+from isobit.rewards.tally import GradeStats
 from isobit.rollout.engine_stats import EngineStats, Progress
 from isobit.rollout.requests import Request
 from isobit.run.free_batches import FreeBatches
 from isobit.run.log import RlLog, RlSummary
 from isobit.run.open_run import OpenRun, begin_run, start_run
-from isobit.run.pending import GradedBatch, Pending
+from isobit.run.pending import GradedBatch
 from isobit.run.resolved import as_begun, resolve, settled, with_check_of_run
 from isobit.run.rl_run import RlRun, extra_bytes, prepare_rl, read_rl
-from isobit.run.rollouters import Rollouters, check_parts
+from isobit.run.rollouters import Rollouters, ask_for, check_parts, receive_for
 from isobit.run.run import Surroundings
 from isobit.store.state import StepDigests, state_digest
 from isobit.training.step import Findings, StepMetrics
@@ -100,16 +101,14 @@ def take_step(opened: OpenRlRun, step: int) -> StepDigests:
     Returns digests of the batch and of the weights, masters and moments after it.
     """
     run, log = opened.run, opened.log
-    requested = sample_missing(run, log, step)
-    with opened.learning(), run.pending.beside():
+    run.calibrate_if_due()  # before the first step, where it was not evaluated
+    with sampling(run, log, step), opened.learning():
         log.check_state()
         batch = next_batch(run, log)
         estimated = estimate_advantages(run, batch)  # GRPO: (reward - group's mean) / deviation
         trained = learn(run, log, batch, estimated, step)
         digests = StepDigests.of(step, batch.groups, state_digest(run))
     run.pending.end_step(step)
-    for _ in range(requested):
-        receive_batch(run, log)
     run.calibrate_if_due()
     log.step(step, batch, run.pending.take_engine(), trained, digests, estimated)
     log.note_hidden(batch.groups)
@@ -120,27 +119,67 @@ def take_step(opened: OpenRlRun, step: int) -> StepDigests:
     return digests
 
 
-def sample_missing(run: RlRun, log: RlLog, step: int) -> int:
-    """Have the batch of ``step`` waiting, and with a lag those that are sampled ahead of it.
-
-    -> How many batches the rollouters sample while the step learns.
+def sampling(run: RlRun, log: RlLog, step: int) -> AbstractContextManager[None]:
+    """A block in which ``step`` learns, from a batch that is in the queue when it begins; what else
+    the schedule has in this step is sampled before, or meanwhile by others.
     """
-    run.calibrate_if_due()  # before the first step, where it was not evaluated
-    pending = run.pending
-    if isinstance(pending, FreeBatches):
-        pending.take(sample_freely(run, pending, step))
-        return 0
-    if run.rollouters is None:
-        for _ in pending.missing(step):
-            pending.add(collect(run))
-        return 0
-    for _ in pending.missing(step - 1):  # at the start and after a resume nothing is there yet
-        request_batch(run)
-        receive_batch(run, log)
-    beside = pending.missing(step)
+    if run.free_batches is not None:
+        return sampling_freely(run, run.free_batches, step)
+    if run.rollouters is not None:
+        return sampling_by_rollouters(run, run.rollouters, log, step)
+    return sampling_in_turn(run, step)
+
+
+@contextmanager
+def sampling_in_turn(run: RlRun, step: int) -> Iterator[None]:
+    """Whole batches, drawn here before the step learns."""
+    for _ in run.pending.missing(step):
+        run.pending.add(collect(run))
+    yield
+
+
+@contextmanager
+def sampling_by_rollouters(
+    run: RlRun, rollouters: Rollouters, log: RlLog, step: int
+) -> Iterator[None]:
+    """Whole batches, drawn by other processes while the step learns."""
+
+    def receive() -> None:
+        with run.clock("waiting"), run.console.busy("waiting for the rollouters"):
+            value = receive_for(rollouters, run)
+        for name, seconds in value["seconds"].items():
+            run.clock.add(name, seconds)
+        batch = run.pending.batch_of(value["batch"])
+        log.inspect_ahead(batch.findings)  # before a checkpoint holds it
+        run.pending.add(replace(batch, engine=EngineStats(**value["engine"])))
+
+    for _ in run.pending.missing(step - 1):  # at the start and after a resume nothing is there yet
+        ask_for("batch", rollouters, run)
+        receive()
+    beside = run.pending.missing(step)
     for _ in beside:
-        request_batch(run)
-    return len(beside)
+        ask_for("batch", rollouters, run)
+    yield
+    for _ in beside:
+        receive()
+
+
+@contextmanager
+def sampling_freely(run: RlRun, free: FreeBatches, step: int) -> Iterator[None]:
+    """Groups, drawn until a batch of them is whole; half-done samples wait while the step learns,
+    or servers draw them on.
+    """
+    version = run.model.policy.version
+    with run.clock("rollout"), run.console.generating("rollout") as progress:
+        watched = run.interruption.watched(progress)
+        groups, ranks, to_compare = free.sample(step, version, run.grading, watched)
+    run.console.notes(run.notes())
+    run.check_noise_of(version, groups)
+    batch = GradedBatch(groups, graded(run, groups, ranks), EngineStats(), to_compare=to_compare)
+    run.pending.add(batch)
+    with free.beside():
+        yield
+    run.pending.engine += free.end_step(step)
 
 
 def collect(run: RlRun) -> GradedBatch:
@@ -190,24 +229,17 @@ def rollout(run: RlRun, count: int) -> GradedBatch:
     groups = [submitted.get(index) or group_of(index, of) for index, of in enumerate(completions)]
     check_sampled(groups, stats.generated_tokens)
     run.check_noise(requests_of_all, completions)
-    with run.clock("grading"), run.console.busy("grading"):
-        grades = run.grading(groups, ranks)
+    grades = graded(run, groups, ranks)
     for group, of_greedy in zip(groups[:count], groups[count:], strict=False):
         group.baseline = _baseline(of_greedy)
         group.baseline_length = of_greedy.completions[0].length
     return GradedBatch(groups[:count], grades, stats)
 
 
-def sample_freely(run: RlRun, free: FreeBatches, step: int) -> GradedBatch:
-    """Draw until a batch for the step is whole, and grade it; half-done samples wait."""
-    version = run.model.policy.version
-    with run.clock("rollout"), run.console.generating("rollout") as progress:
-        watched = run.interruption.watched(progress)
-        groups, ranks = free.sample(step, version, run.grading, watched)
-    run.console.notes(run.notes())
-    run.check_noise_of(version, groups)
+def graded(run: RlRun, groups: Sequence[Group], ranks: Sequence[int]) -> GradeStats:
+    """Fill the rewards of groups, which these ranks have begun to grade."""
     with run.clock("grading"), run.console.busy("grading"):
-        return GradedBatch(groups, run.grading(groups, ranks), EngineStats())
+        return run.grading(groups, ranks)
 
 
 def _greedy(request: Request) -> Request:
@@ -294,29 +326,3 @@ def open_run(
         start_run(recipe, prepare, RlRun.open_log, *begun, samples=rollouters is None) as opened,
     ):
         yield opened
-
-
-# Batches that rollouters sample, on processes of their own.
-
-
-def request_batch(run: RlRun) -> None:
-    """Have the rollouters sample the next batch, by the weights as they are now."""
-    assert run.rollouters is not None
-    run.rollouters.update_weights(run.model.policy)
-    state, ahead = run.sampler.state(), run.recorded.ahead()
-    run.rollouters.send_command({"do": "sample", "sampler": state, "ahead": ahead})
-
-
-def receive_batch(run: RlRun, log: RlLog) -> None:
-    """Wait for the batch, and take over the order of prompts and what the run was given."""
-    assert run.rollouters is not None
-    assert isinstance(run.pending, Pending)
-    with run.clock("waiting"), run.console.busy("waiting for the rollouters"):
-        value = run.rollouters.receive_result()
-    for name, seconds in value["seconds"].items():
-        run.clock.add(name, seconds)
-    run.sampler.restore(value["sampler"])
-    run.recorded.append(value["given"])
-    batch = run.pending.batch_of(value["batch"])
-    log.inspect_ahead(batch.findings)
-    run.pending.add(replace(batch, engine=EngineStats(**value["engine"])))

@@ -1,27 +1,28 @@
-"""Batches between sampling and learning: with ``async.lag`` = k, sampling is k steps ahead.
+"""Batches between sampling and learning, whoever draws them (``isobit.run.loop``) and whenever
+(``isobit.records.schedule``).
 
     step t    policy        has the weights after step t - 1
-              sample        batch t + k, at the end of the queue (in step 1: batches 1 to k + 1)
-              compare       what was sampled with the trainer's forward, while it has these weights
+              sample        the batches that the schedule has next, to the end of the queue: with
+                            ``async.lag`` = k batch t + k (in step 1: batches 1 to k + 1), else the
+                            one that the step learns from
+              compare       some of what was sampled with the trainer's forward, while it has these
+                            weights
               learn         batch t, from the front of the queue
 
-So batch t is sampled wholly by the weights after step max(t - 1 - k, 0), and nothing is sampled
-that no step will learn from.  Without a lag the queue holds one batch, and only between sampling
-and learning.
+Nothing is sampled that no step will learn from.
 
-A batch that has waited is off-policy and no longer *fresh*: its recorded log-probabilities are
-exact for the weights that drew it, not for the trainer's current ones, and the loss's ratio is
-taken to them.  The train-inference mismatch is therefore counted when the batch is sampled, over
-some of its completions.
+A batch that has waited, or that several versions of the weights drew, is off-policy and not
+*fresh*: its recorded log-probabilities are exact for the weights that drew each token, not for the
+trainer's current ones, and the loss's ratio is taken to them.  The train-inference mismatch is
+therefore counted before the weights change, over some of its completions.
 
-Between two steps the k waiting batches are part of a checkpoint: whole, as they were sampled and
-graded, each as one message (``isobit.records.wire``).  The figures of the engine and its
-seconds stay with the step that sampled.
+Between two steps the k waiting batches of a lag are part of a checkpoint: whole, as they were
+sampled and graded, each as one message (``isobit.records.wire``).  The figures of the engine and
+its seconds stay with the step that sampled.
 """
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ import torch
 
 from isobit.parallel.world import decode, encode
 from isobit.records.metrics import Metrics
+from isobit.records.schedule import Schedule
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group, Prompt
 from isobit.records.wire import groups_of, groups_value
@@ -58,6 +60,8 @@ class GradedBatch:
     """
     mismatch: Metrics = field(default_factory=dict)
     """The train-inference mismatch of the same tokens."""
+    to_compare: Sequence[TokenSequence] | None = None
+    """What is compared where the schedule runs ahead; None for some of its own completions."""
 
     @property
     def findings(self) -> Findings:
@@ -89,32 +93,31 @@ def pending_bytes(completions: int, tokens: int) -> int:
 class Pending:
     """The queue of batches, and its state in checkpoints (``isobit.store.training_run.Extra``)."""
 
-    name = "pending"
-
-    def __init__(self, lag: int, steps: int, prompts: Mapping[str, Prompt]) -> None:
+    def __init__(self, schedule: Schedule, prompts: Mapping[str, Prompt]) -> None:
         """``prompts`` are all that the run learns from, by id."""
-        self._lag, self._steps = lag, steps
-        self._prompts = prompts
+        self._schedule, self._prompts = schedule, prompts
         self._waiting: deque[GradedBatch] = deque()
         self._first = 1
         """The step that learns from the front of the queue."""
-        self._engine = EngineStats()
+        self.engine = EngineStats()
+        """What engines did for batches, since it was last taken."""
 
     def missing(self, step: int) -> range:
-        """The batches to sample in a step, by the steps that will learn from them.  Without a lag
-        that is the step's own: the queue is empty between steps, and no part of a checkpoint.
+        """The batches that a written schedule samples in a step, by the steps that will learn from
+        them.  Without a lag that is the step's own: the queue is empty between steps, and no part
+        of a checkpoint.
         """
         first = max(self._first + len(self._waiting), step)
-        return range(first, min(step + self._lag, self._steps) + 1)
+        return range(first, self._schedule.batches_begun(step - 1) + 1)
 
     def add(self, batch: GradedBatch) -> None:
         """Put a batch at the end of the queue."""
-        self._engine += batch.engine
+        self.engine += batch.engine
         self._waiting.append(batch)
 
     def compare(self, trainer: Trainer) -> None:
-        """Compare the batches that have just been sampled, before a weight changes."""
-        if self._lag:
+        """Compare what has just been sampled, before a weight changes."""
+        if self._schedule.ahead:
             self._waiting = deque(
                 batch if batch.comparison is not None else compared(batch, trainer)
                 for batch in self._waiting
@@ -127,16 +130,12 @@ class Pending:
     def front(self) -> GradedBatch:
         """The batch that it is time to learn from."""
         batch = self._waiting[0]
-        return replace(batch, groups=stale(batch.groups)) if self._lag else batch
+        return replace(batch, groups=stale(batch.groups)) if self._schedule.ahead else batch
 
     def take_engine(self) -> EngineStats:
-        """The engine's figures for the batches that were added since this was last called."""
-        engine, self._engine = self._engine, EngineStats()
+        """The engines' figures since this was last called."""
+        engine, self.engine = self.engine, EngineStats()
         return engine
-
-    def beside(self) -> AbstractContextManager[None]:
-        """A block in which a step learns; nothing is sampled here meanwhile."""
-        return nullcontext()
 
     def end_step(self, step: int) -> None:
         """Remove the batch that the step has learnt from."""
@@ -147,7 +146,7 @@ class Pending:
         """The batches that wait between two steps.  One at the end of the queue that was sampled in
         an unfinished step is not among them: it is sampled again with that step.
         """
-        return {"first": self._first, "count": min(len(self._waiting), self._lag)}
+        return {"first": self._first, "count": min(len(self._waiting), self._schedule.ahead)}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Their messages, by the step that learns from them."""
@@ -217,12 +216,14 @@ def batch_value(batch: GradedBatch) -> dict[str, Any]:
 
 
 def compared(batch: GradedBatch, trainer: Trainer) -> GradedBatch:
-    """A batch with the comparison of the completions of some indices, the same in any run: evenly
-    spaced, so that prompts and places in their groups vary.
+    """A batch with the comparison of what it says, or of the completions of some indices, the same
+    in any run: evenly spaced, so that prompts and places in their groups vary.
     """
-    sequences = [completion.sequence for group in batch.groups for completion in group.completions]
-    sequences = [sequence for sequence in sequences if sequence.response_length]
-    comparison, mismatch = compared_sequences(trainer, spread(sequences))
+    sequences = batch.to_compare
+    if sequences is None:
+        own = [completion.sequence for group in batch.groups for completion in group.completions]
+        sequences = spread([sequence for sequence in own if sequence.response_length])
+    comparison, mismatch = compared_sequences(trainer, sequences)
     return replace(batch, comparison=comparison, mismatch=mismatch)
 
 

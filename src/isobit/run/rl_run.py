@@ -29,7 +29,9 @@ from isobit.observe.metrics import check_packages, check_services
 from isobit.parallel.world import ALONE, World
 from isobit.proof.redraw import redraw_some
 from isobit.records.packing import pack
+from isobit.records.schedule import Schedule
 from isobit.records.text import Completion, Group, SamplingParams
+from isobit.records.wire import completions_of
 from isobit.rollout.engine_stats import EngineStats, Progress
 from isobit.rollout.episodes import Episodes
 from isobit.rollout.requests import Request
@@ -50,7 +52,7 @@ from isobit.run.pending import Pending, pending_bytes
 from isobit.run.plan import Plan
 from isobit.run.resolved import ResolvedRecipe
 from isobit.run.reward_models import plan_reward_models
-from isobit.run.rollouters import RecordedInputs, Rollouters, evaluate_by_rollouters
+from isobit.run.rollouters import RecordedInputs, Rollouters, ask_for, evaluation_of, receive_for
 from isobit.run.run import Run, Surroundings
 from isobit.store.resume import Start
 from isobit.store.reward_record import AnswerRecord, RewardRecord
@@ -107,12 +109,11 @@ class RlRun(Run[RunConfig, RlData]):
         if rollouters is not None:
             self.engine.release()  # it is asked for nothing
         self.reference = load_reference(config, policy, self.model.folder) if learns else None
-        asynchrony = config.asynchrony
-        self.pending: Pending | FreeBatches = (
-            Pending(asynchrony.lag, config.training.steps, plan.data.train)
-            if asynchrony.max_staleness is None
-            else self._free_batches(around)
-        )
+        schedule = schedule_of(config)
+        self.pending = Pending(schedule, plan.data.train)
+        is_free = config.asynchrony.max_staleness is not None
+        self.free_batches = self._free_batches(schedule, around) if is_free else None
+        """Draws the groups of a recorded schedule; None where it is written beforehand."""
         self.replay: ReplayBuffer | None = None
         if config.replay.fraction > 0:
             self.replay = ReplayBuffer(config.replay, config.seed)
@@ -126,7 +127,8 @@ class RlRun(Run[RunConfig, RlData]):
             "reference": self.reference,
             "replay": self.replay,
             "calibration": self.calibration,
-            self.pending.name: self.pending if asynchrony.lag or asynchrony.max_staleness else None,
+            "pending": self.pending if schedule.ahead and not is_free else None,
+            "open_groups": self.free_batches if schedule.ahead else None,
         }
         self.extras |= {name: extra for name, extra in extras.items() if extra is not None}
 
@@ -147,12 +149,12 @@ class RlRun(Run[RunConfig, RlData]):
         )
         return Learner(estimator, self.replay, self.calibration, config.check.repeat_every)
 
-    def _free_batches(self, around: Surroundings) -> FreeBatches:
-        config, data = self.config, self.data
-        like = Request(data.prompts[0], 0, config.training.samples_per_prompt, self.sampling)
+    def _free_batches(self, schedule: Schedule, around: Surroundings) -> FreeBatches:
+        data, samples = self.data, self.config.training.samples_per_prompt
+        like = Request(data.prompts[0], 0, samples, self.sampling)
         records = around.schedule, around.writer
         return FreeBatches(
-            config, self.world, self.engine, self.sampler, like, data.train, *records
+            schedule, self.world, self.engine, self.sampler, like, data.train, *records
         )
 
     def _with_answers(self, answers: AnswerRecord) -> Episodes | None:
@@ -343,7 +345,8 @@ class RlRun(Run[RunConfig, RlData]):
         if self.rollouters is None:
             completions = self.sample_few()
         else:
-            completions = self.rollouters.sample_few(self.model.policy, self.sampler.state())
+            ask_for("few", self.rollouters, self)
+            completions = completions_of(receive_for(self.rollouters, self)["samples"])
         [batch] = pack([completion.sequence for completion in completions], 1 << 30)
         with self.turns.training(self.clock):
             return batch.recorded_log_probs, self.trainer.scorer.score(batch).log_probs
@@ -354,9 +357,8 @@ class RlRun(Run[RunConfig, RlData]):
         self.calibrate_if_due()  # before the first step
         if self.rollouters is None:
             return self.evaluator.run(progress, grading)
-        return evaluate_by_rollouters(
-            self.rollouters, self.model.policy, self.evaluator, self.recorded
-        )
+        ask_for("evaluation", self.rollouters, self)
+        return evaluation_of(receive_for(self.rollouters, self), self.evaluator)
 
     def open_log(self, start: Start) -> RlLog:
         """The log, which makes the run's directory, or takes an old one back to where the run
@@ -479,15 +481,17 @@ _STOPS = (
 )
 
 
+def schedule_of(config: RunConfig) -> Schedule:
+    """When samples are drawn: by one key of the two, of which one has to be left out."""
+    ahead = config.asynchrony.lag or config.asynchrony.max_staleness or 0
+    return Schedule(ahead, config.training.prompts_per_step, config.training.steps)
+
+
 def extra_bytes(config: RunConfig, model: ModelConfig) -> int:
     """The most that a checkpoint holds beside policy and optimiser."""
     replay = config.replay.max_mib * (1 << 20) if config.replay.fraction > 0 else 0
-    training, asynchrony = config.training, config.asynchrony
-    waiting = (
-        (asynchrony.lag or asynchrony.max_staleness or 0)
-        * training.prompts_per_step
-        * training.samples_per_prompt
-    )
+    schedule = schedule_of(config)
+    waiting = schedule.ahead * schedule.per_step * config.training.samples_per_prompt
     tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     return checkpoint_bytes(config, model) + int(replay) + pending_bytes(waiting, tokens)
 

@@ -1,16 +1,10 @@
 """The ranks of a training, divided: the first ones train, and each of the last is a rollouter,
-which carries out the trainers' commands (``isobit.run.rollouters``).
-
-    command          what a rollouter does, and sends back
-    "take weights"   receives the published weights
-    "probe"          samples the beginnings of a few answers
-    "sample"         samples, grades and compares the next batch
-    "evaluate"       completes and grades every evaluation set
-    "end"            ends
+which samples what the trainers ask for (``isobit.run.rollouters``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from isobit.config.recipes import RunConfig
@@ -23,7 +17,7 @@ from isobit.run.open_run import environments_of, open_graders
 from isobit.run.pending import batch_value, compared
 from isobit.run.resolved import ResolvedRecipe, as_begun, resolve, settled
 from isobit.run.rl_run import RlRun, prepare_rl, read_rl
-from isobit.run.rollouters import Rollouters, check_parts
+from isobit.run.rollouters import Asked, Rollouters, check_parts
 from isobit.run.run import Surroundings
 from isobit.store.reward_record import SentAnswers, SentRecord
 
@@ -66,64 +60,56 @@ def sample_for_trainers(recipe: ResolvedRecipe[RunConfig], rollouters: Rollouter
         environments_of(recipe) as environments,
     ):
         recipe = settled(recipe, read_rl)
-        # a signal waits for a command's end, since the run's own interruption hears none
+        # a signal waits for an answer, since the run's own interruption hears none
         around = replace(Surroundings.none(world), graders=graders, environments=environments)
         run = prepare_rl(recipe, world, around=around, learns=False)
         if graders is not None:
             graders.describe()
         with interruption:
             rollouters.check_machines(run.model.policy.device)
-            while (command := rollouters.receive_command(interruption.check))["do"] != "end":
-                _obey(command, run, rollouters)
+            while (asked := rollouters.wait(run.model.policy, interruption.check)) is not None:
+                rollouters.answer(partial(_sampled, run, asked))
 
 
-def _obey(command: Mapping[str, Any], run: RlRun, rollouters: Rollouters) -> None:
-    match command["do"]:
-        case "take weights":
-            rollouters.transfer_weights(run.model.policy)
-        case "probe":
-            run.sampler.restore(command["sampler"])
-            rollouters.send_result(lambda: completions_value(run.sample_few()))
-        case "sample":
-            rollouters.send_result(lambda: _served(_serve_batch, run, command))
-        case _:
-            rollouters.send_result(lambda: _served(_serve_evaluation, run, command))
-
-
-def _served(
-    serve: Callable[[RlRun, Mapping[str, Any]], dict[str, Any]],
-    run: RlRun,
-    command: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The result of a command, with what the run was given for it; the records begin where the
-    trainers' stand.
+def _sampled(run: RlRun, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What is asked for, where the order of prompts stands after it, and what the run was given for
+    it; order and records begin where the trainers' stand.
     """
-    ahead = {name: [line.encode() for line in lines] for name, lines in command["ahead"].items()}
+    ahead = {name: [line.encode() for line in lines] for name, lines in asked["ahead"].items()}
     rewards = SentRecord(lambda _: None, ahead["gradings"])
     answers = SentAnswers(lambda _: None, ahead["answers"])
     run.take_records(rewards, answers)
-    result = serve(run, command)
+    run.sampler.restore(asked["sampler"])
+    result = _SAMPLED[asked["what"]](run)
     sent = {"gradings": rewards.gradings, "answers": answers.sent}
-    recorded = {name: [line.decode() for line in lines] for name, lines in sent.items()}
-    return {**result, "given": recorded}
+    given = {name: [line.decode() for line in lines] for name, lines in sent.items()}
+    seconds, sampler = run.clock.take(), run.sampler.state()
+    return {**result, "seconds": seconds, "sampler": sampler, "given": given}
 
 
-def _serve_batch(run: RlRun, command: Mapping[str, Any]) -> dict[str, Any]:
-    """The next batch, and where the order of prompts stands after it."""
-    run.sampler.restore(command["sampler"])
+def _batch(run: RlRun) -> dict[str, Any]:
+    """The next batch, compared by the weights that drew it."""
     batch = collect(run)
     with run.turns.training(run.clock):
         batch = compared(batch, run.trainer)
+    return {"batch": batch_value(batch), "engine": asdict(batch.engine)}
+
+
+def _evaluation(run: RlRun) -> dict[str, Any]:
+    """The figures and the graded groups of each evaluation set."""
+    made = run.evaluate_now()
     return {
-        "batch": batch_value(batch),
-        "engine": asdict(batch.engine),
-        "seconds": run.clock.take(),
-        "sampler": run.sampler.state(),
+        "figures": {name: asdict(figures) for name, (figures, _) in made.items()},
+        "groups": {name: groups_value(groups) for name, (_, groups) in made.items()},
     }
 
 
-def _serve_evaluation(run: RlRun, _: Mapping[str, Any]) -> dict[str, Any]:
-    """The graded groups of each evaluation set."""
-    evaluation = run.evaluate_now()
-    run.clock.take()  # the trainers count what they wait
-    return {"sets": {name: groups_value(groups) for name, (_, groups) in evaluation.items()}}
+def _few(run: RlRun) -> dict[str, Any]:
+    return {"samples": completions_value(run.sample_few())}
+
+
+_SAMPLED: Mapping[Asked, Callable[[RlRun], dict[str, Any]]] = {
+    "batch": _batch,
+    "evaluation": _evaluation,
+    "few": _few,
+}

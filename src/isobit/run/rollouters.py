@@ -3,143 +3,56 @@ from batch t, the last sample batch t + k, k = ``async.lag``.
 
     trainers      a world of their own, in which the run is what it is without rollouters: masters,
                   steps, files, the queue of batches; they sample nothing
-    rollouters    published weights, engines and graders; they execute the trainers' commands one
-                  after the other, and keep nothing between two (``isobit.run.rollouter_process``)
+    rollouters    published weights, engines and graders; they sample what the trainers ask for, one
+                  thing after the other, and keep nothing between two
+                  (``isobit.run.rollouter_process``)
 
     in step t     trainers (``run.loop``)             rollouters (``run.rollouter_process``)
-    meet          ``request_batch``: "sample"         ``receive_command``
+    meet          ``ask`` for a batch; new weights    ``wait``
     side by side  ``learn`` batch t                   ``collect``, compare batch t + k
-    meet          ``receive_batch`` t + k             ``send_result``
-    meet          ``update_weights``, version t       ``transfer_weights``
+    meet          ``receive`` batch t + k             ``answer``
 
 Both wait where they meet, and only there; a lag of 1 is enough to keep both busy.  Weights arrive
-between two batches, in the tensors that the engine reads: a second set of them would let the bytes
-travel while the engine decodes, and hide tens of milliseconds a step for as much memory as the
-weights take.
+with the first question after they have changed, in the tensors that the engine reads: a second set
+of them would let the bytes travel while the engine decodes, and hide tens of milliseconds a step
+for as much memory as the weights take.
 
 The contents of a batch do not depend on who samples it: the bytes are those of one process with the
 same lag.  The trainers' state says which prompts come next, and their record which rewards are
-known; both are sent with the command "sample", and come back with the batch.
+known; both go with every question, and come back with its answer.
 
 An error of any rank is raised on all at the next meeting.  A signal is answered between two
-commands: the trainers learn while a batch is sampled, so a batch that was given up would take the
+questions: the trainers learn while a batch is sampled, so a batch that was given up would take the
 last moment between two steps with it.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 
 from isobit.config.recipes import RunConfig
 from isobit.models.policy import Policy
-from isobit.observe.evaluation import EvalResult, result_of
+from isobit.observe.evaluation import EvalResult
 from isobit.parallel.world import World, broadcast_from, is_raised_on_all, run_and_gather
-from isobit.records.text import Completion, Group
-from isobit.records.wire import completions_of, groups_of
-from isobit.rewards.tally import GradeStats
+from isobit.records.text import Group
+from isobit.records.wire import groups_of
 from isobit.run.agreement import check_alike
 from isobit.run.evaluation import Evaluation, Evaluator
 from isobit.run.grading import RecordedGrading
 from isobit.store.manifest import environment
 from isobit.store.reward_record import AnswerRecord
+from isobit.store.training_run import TrainingRun
 from isobit.store.waiting_writer import WaitingWriter
 from isobit.util.errors import ConfigError, Interrupted
 
-
-class Rollouters:
-    """The two parts of a world, seen from a rank of either."""
-
-    def __init__(self, whole: World, rollouters: int) -> None:
-        """All ranks of ``whole`` make it together; the last ``rollouters`` of them sample."""
-        self.trainers = whole.size - rollouters
-        self.is_rollouter = whole.rank >= self.trainers
-        self.whole = whole
-        self.mine = whole.split([0, self.trainers, whole.size])
-        """The world of this rank's part."""
-        self._is_over = False
-        self._passed_on: int | None = None
-
-    def check_machines(self, device: torch.device) -> None:
-        """All, before anything is sampled: refuse machines whose class of bits is not the first
-        trainer's.  A rollouter compares its samples with its own forward, which would not show it.
-        """
-        mine = {"host": self.mine.host, "bits": environment(device)["bits"]}
-        check_alike(self._meet(lambda: mine))
-
-    def send_command(self, command: Mapping[str, Any]) -> None:
-        """Trainers: say what the rollouters are to do."""
-        self._meet(lambda: command)
-
-    def receive_command(self, check: Callable[[], None]) -> dict[str, Any]:
-        """Rollouters: wait for the next command; all end with what ``check`` raises."""
-        return self._meet(check)[0]
-
-    def send_result(self, make: Callable[[], Any]) -> None:
-        """Rollouters: send what ``make`` returns, the same on each."""
-        self._travel(make)
-
-    def receive_result(self) -> Any:
-        """Trainers: wait for what the rollouters send."""
-        return self._travel(None)
-
-    def update_weights(self, policy: Policy) -> None:
-        """Trainers: have the rollouters sample by the current weights."""
-        if self._passed_on != policy.version:
-            self.send_command({"do": "take weights"})
-            self.transfer_weights(policy)
-
-    def sample_few(self, policy: Policy, sampler: Mapping[str, Any]) -> list[Completion]:
-        """Trainers: have the rollouters sample ``RlRun.sample_few`` by the current weights, from
-        the state of the order of prompts.
-        """
-        self.update_weights(policy)
-        self.send_command({"do": "probe", "sampler": sampler})
-        return completions_of(self.receive_result())
-
-    def transfer_weights(self, policy: Policy) -> None:
-        """All: send the published weights from the trainers to the rollouters."""
-        policy.pass_on(self.whole, self.trainers)
-        self._passed_on = policy.version
-
-    @contextmanager
-    def errors_shared(self) -> Iterator[None]:
-        """A block that all ranks enter.  An error of one part ends the other at the next meeting;
-        where the trainers are done, the rollouters are.
-        """
-        try:
-            yield
-        except BaseException as error:
-            if not self._is_over and self._is_of_all(error):
-                with suppress(Exception, Interrupted):
-                    self._meet(partial(_raise, error))
-            raise
-        if not self.is_rollouter:
-            self.send_command({"do": "end"})
-
-    def _travel(self, make: Callable[[], Any] | None) -> Any:
-        """What the first rollouter makes, on all ranks."""
-        return broadcast_from(self.whole, self.trainers, make, self._meet)
-
-    def _meet(self, attempt: Callable[[], Any]) -> list[Any]:
-        """Every collective of the whole but the weights' is this one, so that an error of either
-        part is met by whatever the other waits for.
-        """
-        try:
-            return run_and_gather(self.whole, attempt)
-        except BaseException:
-            self._is_over = True
-            raise
-
-    def _is_of_all(self, error: BaseException) -> bool:
-        """Whether all ranks of this part end with it."""
-        if not isinstance(error, (Exception, Interrupted)):
-            return False
-        return self.mine.size == 1 or is_raised_on_all(error)
+Asked = Literal["batch", "evaluation", "few"]
+"""What trainers ask for: the next batch, compared; every evaluation set; the beginnings of a few
+answers.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,23 +85,119 @@ class RecordedInputs:
         self.write_answers()
 
 
-def evaluate_by_rollouters(
-    rollouters: Rollouters, policy: Policy, evaluator: Evaluator, recorded: RecordedInputs
-) -> Evaluation[EvalResult]:
-    """Trainers: every evaluation set under the current policy, sampled by the rollouters."""
-    rollouters.update_weights(policy)
-    rollouters.send_command({"do": "evaluate_by_rollouters", "ahead": recorded.ahead()})
-    value = rollouters.receive_result()
-    recorded.append(value["given"])
+class Rollouters:
+    """The two parts of a world, seen from a rank of either."""
+
+    def __init__(self, whole: World, rollouters: int) -> None:
+        """All ranks of ``whole`` make it together; the last ``rollouters`` of them sample."""
+        self.trainers = whole.size - rollouters
+        self.is_rollouter = whole.rank >= self.trainers
+        self.whole = whole
+        self.mine = whole.split([0, self.trainers, whole.size])
+        """The world of this rank's part."""
+        self._is_over = False
+        self._passed_on: int | None = None
+
+    def check_machines(self, device: torch.device) -> None:
+        """All, before anything is sampled: refuse machines whose class of bits is not the first
+        trainer's.  A rollouter compares its samples with its own forward, which would not show it.
+        """
+        mine = {"host": self.mine.host, "bits": environment(device)["bits"]}
+        check_alike(self._meet(lambda: mine))
+
+    def ask(self, policy: Policy, question: Mapping[str, Any]) -> None:
+        """Trainers: have the rollouters sample something by the weights as they are now."""
+        is_new = self._passed_on != policy.version
+        self._meet(lambda: {**question, "weights": is_new})
+        if is_new:
+            self._pass_on(policy)
+
+    def receive(self) -> Any:
+        """Trainers: wait for what was asked for."""
+        return self._travel(None)
+
+    def wait(self, policy: Policy, check: Callable[[], None]) -> Mapping[str, Any] | None:
+        """Rollouters: wait for what they are to sample, and for the weights to sample it by; None
+        where the trainers are done.  All end with what ``check`` raises.
+        """
+        asked = self._meet(check)[0]
+        if asked is not None and asked["weights"]:
+            self._pass_on(policy)
+        return asked
+
+    def answer(self, make: Callable[[], dict[str, Any]]) -> None:
+        """Rollouters: send what ``make`` returns, the same on each."""
+        self._travel(make)
+
+    def _pass_on(self, policy: Policy) -> None:
+        """All: the published weights go from the trainers to the rollouters."""
+        policy.pass_on(self.whole, self.trainers)
+        self._passed_on = policy.version
+
+    @contextmanager
+    def errors_shared(self) -> Iterator[None]:
+        """A block that all ranks enter.  An error of one part ends the other at the next meeting;
+        where the trainers are done, the rollouters are.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not self._is_over and self._is_of_all(error):
+                with suppress(Exception, Interrupted):
+                    self._meet(partial(_raise, error))
+            raise
+        if not self.is_rollouter:
+            self._meet(lambda: None)
+
+    def _travel(self, make: Callable[[], Any] | None) -> Any:
+        """What the first rollouter makes, on all ranks."""
+        return broadcast_from(self.whole, self.trainers, make, self._meet)
+
+    def _meet(self, attempt: Callable[[], Any]) -> list[Any]:
+        """Every collective of the whole but the weights' is this one, so that an error of either
+        part is met by whatever the other waits for.
+        """
+        try:
+            return run_and_gather(self.whole, attempt)
+        except BaseException:
+            self._is_over = True
+            raise
+
+    def _is_of_all(self, error: BaseException) -> bool:
+        """Whether all ranks of this part end with it."""
+        if not isinstance(error, (Exception, Interrupted)):
+            return False
+        return self.mine.size == 1 or is_raised_on_all(error)
+
+
+class AskingRun(TrainingRun, Protocol):
+    """A run whose samples rollouters draw."""
+
+    @property
+    def recorded(self) -> RecordedInputs: ...
+
+
+def ask_for(what: Asked, rollouters: Rollouters, run: AskingRun) -> None:
+    """Trainers: ask for what comes next in the run."""
+    state, ahead = run.sampler.state(), run.recorded.ahead()
+    rollouters.ask(run.model.policy, {"what": what, "sampler": state, "ahead": ahead})
+
+
+def receive_for(rollouters: Rollouters, run: AskingRun) -> dict[str, Any]:
+    """Trainers: wait for it, and take over the order of prompts and what the run was given."""
+    value = rollouters.receive()
+    run.sampler.restore(value["sampler"])
+    run.recorded.append(value["given"])
+    return value
+
+
+def evaluation_of(value: Mapping[str, Any], evaluator: Evaluator) -> Evaluation[EvalResult]:
+    """Every evaluation set, from a rollouter's answer."""
     figures: dict[str, tuple[EvalResult, list[Group]]] = {}
-    gradings = [
-        json.loads(line) for line in value["given"]["gradings"]
-    ]  # one of each set, in their order
-    for (name, requests), graded in zip(evaluator.requests.items(), gradings, strict=True):
+    for name, requests in evaluator.requests.items():
         prompts = {request.prompt.id: request.prompt for request in requests}
-        groups = groups_of(value["sets"][name], prompts.__getitem__)
-        stats = GradeStats(0, 0, graded["failures"], None, graded.get("counts", {}))
-        figures[name] = result_of(groups, requests[0].samples, stats.all_counts()), groups
+        groups = groups_of(value["groups"][name], prompts.__getitem__)
+        figures[name] = EvalResult.from_json(value["figures"][name]), groups
     return figures
 
 
