@@ -43,8 +43,9 @@ class Replaying(Drafter):
     rate: float
     chance = Random(0)  # noqa: S311 (no secret)
 
-    def note(self, sample: Sample) -> None:
-        sample.acceptance, sample.foretold = self.rate, 1.0
+    def note(self, *samples: Sample) -> None:
+        for sample in samples:
+            sample.acceptance, sample.foretold = self.rate, 1.0
 
     def draft(self, sample: Sample, most: int) -> Sequence[int]:
         self.note(sample)

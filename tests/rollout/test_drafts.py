@@ -23,7 +23,6 @@ from isobit.memory.cache_size import SPECULATED_ROWS, forward_bytes
 from isobit.models.function import SampledPolicy
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rollout import drafts
 from isobit.rollout.drafts import Drafter, StepTimes
 from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
@@ -456,7 +455,8 @@ def test_the_table_does_not_grow() -> None:
     chance = random.Random(0)
     for _ in range(40):
         drafter.note(sample_of([chance.randrange(50) for _ in range(150)]))
-    assert len(drafter._table) == 256 and sum(map(bool, drafter._table)) > 200
+    entries = drafter._table.entries
+    assert len(entries) == 256 and sum(map(bool, entries)) > 200
 
 
 def decoding(*rates: float) -> list[Sample]:
@@ -470,7 +470,7 @@ def decoding(*rates: float) -> list[Sample]:
 def drafted(times: StepTimes, *rates: float, most: int = 7) -> list[int]:
     """The guesses behind each of several samples whose table has as many as may be made."""
     samples, drafter = decoding(*rates), Drafter(most, times)
-    drafter.draft = lambda sample, most: [1] * most
+    drafter.note, drafter.draft = lambda *samples: None, lambda sample, most: [1] * most
     return [len(one) for one in drafter.drafts(samples, [100] * len(samples), samples)]
 
 
@@ -524,7 +524,7 @@ def test_tokens_in_flight_are_waited_for_where_guesses_are_likely_to_gain() -> N
     ):
         samples = decoding(0.6, 0.6)
         drafter = Drafter(7, Times(0.05, wait_s, host_s))
-        drafter.note = lambda sample: None
+        drafter.note = lambda *samples: None
         for sample in samples:
             sample.foretold = foretold
         assert drafter.is_worth_waiting(samples) == waits
@@ -548,6 +548,41 @@ def test_the_rate_of_a_sample_is_learnt_from_tokens_that_were_not_guessed() -> N
     spoilt.spoil()
     drafter.note(spoilt)
     assert spoilt.acceptance == -inf
+
+
+def test_nothing_is_looked_up_for_a_while_where_guesses_were_not_worth_it() -> None:
+    """For longer and longer, and again once they are."""
+    drafter, samples = Drafter(7, Times(0.05, wait_s=3.0)), decoding(0.6)
+    looked: list[int] = []
+    note = drafter.note
+    for step in range(200):
+        drafter.note = lambda *samples, step=step: looked.append(step) or note(*samples)
+        assert not drafter.is_worth_waiting(samples)
+    assert looked == [0, 2, 6, 14, 30, 62, 94, 126, 158, 190]
+    drafter._times = Times(0.05)
+    waits = [drafter.is_worth_waiting(samples) for _ in range(200)]
+    assert waits == [False] * 22 + [True] * 178
+
+
+def test_unlikely_guesses_are_not_looked_up() -> None:
+    """By what was worth it in the step before, and they are once this is less."""
+    times, asked = Times(0.2), list[int]()
+    drafter = Drafter(7, times)
+    drafter.note = lambda *samples: None
+    drafter.draft = lambda sample, most: asked.append(most) or [1] * most
+    samples = decoding(0.9, 0.3, 0.01)
+    steps: list[tuple[list[int], list[int]]] = []
+    for _ in range(3):
+        made = drafter.drafts(samples, [100, 100, 100], samples)
+        steps.append((asked[-3:], list(map(len, made))))
+    assert steps[0] == ([7, 7, 7], steps[1][1]), "what is made is the same"
+    assert steps[1] == steps[2]
+    assert steps[1][0][0] == 7 > steps[1][0][1] > steps[1][0][2] == 0
+    drafter._seconds, times.share = [0.0] * (SPECULATED_ROWS + 1), 0.0
+    for _ in range(30):
+        made = drafter.drafts(samples, [100, 100, 100], samples)
+        assert list(map(len, made)) == asked[-3:], "further ones cost nothing"
+    assert asked[-3:] == [7, 7, 7]
 
 
 @both_executors
@@ -578,7 +613,6 @@ def test_other_engines_refuse_it_and_the_memory_plan_counts_its_rows(tmp_path: P
     )
     of_a_token = 8 * TINY.hidden_size + 12 * TINY.num_drawn
     assert more - plain > of_a_token * SPECULATED_ROWS, "logits and what leads to them"
-    assert tuple(sorted(drafts.CONTEXTS, reverse=True)) == drafts.CONTEXTS
 
 
 @pytest.mark.exhaustive

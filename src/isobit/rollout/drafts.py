@@ -13,34 +13,35 @@ K and V of rejected rows stay in the sample's own pages, behind its end, until i
 overwrite them. Until then they are keys beyond the length of every row that is computed, whose
 weight is 0.
 
-**The table** has one slot for each hash of a prompt and of the last ``CONTEXTS`` tokens: which
-token came next, and by how many votes it leads. It has a fixed size; what falls into a slot that is
-taken replaces it, and guesses that are wrong for it are rejected. Nothing in it depends on time or
-on the process, so that ranks which share an engine guess alike.
-
 **How many.** Of a sample's j-th guess the chance of being accepted is a^j, where a is the rate at
 which the table has foretold the sample's last tokens, whether these were guessed or not. The
 likeliest guesses of all samples stand in a step, as many as give the most expected tokens a second
 by the device's times of steps (``StepTimes``); none where that is no more than without any.
 """
 
-from array import array
-from collections.abc import Sequence
-from math import inf
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, repeat
+from math import inf, log
+from operator import mul, neg, truediv
 from typing import Protocol
-from zlib import crc32
 
 from isobit.memory.cache_size import SPECULATED_ROWS
-from isobit.rollout.sequence import CachedTokens, Sample
+from isobit.rollout.contexts import SLOTS, ContextTable
+from isobit.rollout.sequence import Sample
 
-CONTEXTS = 6, 4, 2
-"""Tokens of a context, the longest that is known being believed."""
-SLOTS = 1 << 22
-"""Of the table: 32 MiB."""
-MOST_VOTES = 7
-"""A token leads by no more, so that newer answers soon outvote older ones."""
-NEW_SHARE = 0.15
-"""The weight of a new token in the rates of its sample."""
+NEW_SHARES = [1 - 0.85**count for count in range(100)]
+"""The weight in a sample's rates of so many new tokens."""
+LONGEST_REST = 31
+"""Steps for which nothing is looked up, at most."""
+LOOKED_UP = 0.25
+"""Of the chance of the least likely guess that was worth it, the share that a guess must have to be
+looked up in the next step; where all were worth it, of the share that was asked for.
+"""
+LENGTHS = 64
+"""Tokens of a sequence in which the times of steps are taken to be equal."""
+TOGETHER, TOGETHER_EACH = 64, 12
+"""New tokens of several samples, and of each of these, from which on numpy notes them faster."""
 
 
 class StepTimes(Protocol):
@@ -74,25 +75,38 @@ class Drafter:
 
     def __init__(self, most: int, times: StepTimes, slots: int = SLOTS) -> None:
         self._most, self._times = most, times
-        self._table = array("Q", bytes(8 * slots))
-        """A token (32 bits), bits of its context's hash (24) and the votes (8); 0 is empty."""
+        self._table = ContextTable(slots)
+        self._rest = self._last_rest = 0
+        """Steps for which nothing is looked up: those that are left, and in all."""
+        self._least = 0.0
+        """The chance that a guess must have to be looked up."""
+        self._length, self._seconds = 0, list[float]()
+        """Of steps whose longest sequence is about so long, by rows; 0 where not asked yet."""
 
     def is_worth_waiting(self, running: Sequence[Sample]) -> bool:
         """Whether guesses behind these samples are expected to be worth it that the tokens in
         flight are waited for first.
         """
+        if self._rest:
+            self._rest -= 1
+            return False
         if not 0 < len(running) < SPECULATED_ROWS:
             return False
-        for sample in running:
-            self.note(sample)
-        rows, length = len(running), max(sample.length for sample in running)
+        self.note(*running)
+        is_worth = self._is_worth_waiting(running)
+        self._last_rest = 0 if is_worth else min(LONGEST_REST, 2 * self._last_rest + 1)
+        self._rest = self._last_rest
+        return is_worth
+
+    def _is_worth_waiting(self, running: Sequence[Sample]) -> bool:
+        rows, length = len(running), max([sample.length for sample in running])
         wait_s = self._times.wait_s + self._times.host_s * rows
-        accepted = sum(_most_accepted(sample) for sample in running)
-        now, later = (self._times.step_seconds(rows + more, length) for more in (0, 1))
+        accepted = sum([_most_accepted(sample) for sample in running])
+        now, later = self._seconds_of(rows, rows + 1, length)
         if (rows + accepted) * now <= rows * (later + wait_s):
             return False  # not even if every guess cost as little as one
-        likely = [_chances(sample, self._most, sample.foretold) for sample in running]
-        return any(self._counts(likely, running, wait_s))
+        rates, foretold = zip(*((one.acceptance, one.foretold) for one in running), strict=True)
+        return any(self._counts(rates, [self._most] * rows, running, foretold, wait_s))
 
     def drafts(
         self, samples: Sequence[Sample], rooms: Sequence[int], decoding: Sequence[Sample]
@@ -102,102 +116,119 @@ class Drafter:
         """
         if len(decoding) >= SPECULATED_ROWS:
             return [()] * len(samples)
+        self.note(*samples)
         found = [
-            self.draft(sample, min(self._most, room))
+            self.draft(sample, min(room, self._worth(sample)))
             for sample, room in zip(samples, rooms, strict=True)
         ]
-        chances = [
-            _chances(sample, len(draft)) for sample, draft in zip(samples, found, strict=True)
-        ]
-        counts = self._counts(chances, decoding)
+        rates = [sample.acceptance for sample in samples]
+        counts = self._counts(rates, list(map(len, found)), decoding)
         return [draft[:count] for draft, count in zip(found, counts, strict=True)]
+
+    def _worth(self, sample: Sample) -> int:
+        """How many guesses behind a sample are likely enough to be looked up."""
+        rate, least = sample.acceptance, self._least
+        if rate <= least:
+            return 0
+        if rate >= 1 or not least:
+            return self._most
+        return min(self._most, int(log(least) / log(rate)))
 
     def draft(self, sample: Sample, most: int) -> Sequence[int]:
         """Up to ``most`` guesses of the tokens behind those of a decoding sample."""
-        self.note(sample)
-        salt, context = _salt(sample), sample.tokens[-CONTEXTS[0] :]
-        draft: list[int] = []
-        while len(draft) < most and (token := self._next(salt, context)) is not None:
-            draft.append(token)
-            context.append(token)
-        return draft
+        if sample.noted < len(sample.tokens):
+            self.note(sample)
+        return self._table.guesses(sample, most)
 
     def _counts(
-        self, chances: Sequence[Sequence[float]], decoding: Sequence[Sample], wait_s: float = 0.0
+        self,
+        rates: Sequence[float],
+        most: Sequence[int],
+        decoding: Sequence[Sample],
+        foretold: Sequence[float] = (),
+        wait_s: float = 0.0,
     ) -> list[int]:
-        """How many guesses of each sample to verify, of those with such chances of being accepted,
-        in a step of all that are ``decoding``; with a guess the step takes ``wait_s`` longer.
+        """How many guesses of each sample to verify, in a step of all that are ``decoding``.
+
+        Args:
+            rates: at which each sample's guesses are accepted.
+            most: guesses of each.
+            foretold: the chances that they exist; by default they do.
+            wait_s: what a step with guesses takes longer.
         """
-        rows, length = len(decoding), max((sample.length for sample in decoding), default=0)
-        likeliest = sorted(
-            ((chance, place) for place, its in enumerate(chances) for chance in its),
-            key=lambda one: -one[0],
-        )[: SPECULATED_ROWS - rows]
-        best, expected, counts = 0, float(rows), [0] * len(chances)
-        rate = expected / self._times.step_seconds(rows, length) if likeliest else 0.0
-        for guesses, (chance, _) in enumerate(likeliest, 1):
-            expected += chance
-            seconds = self._times.step_seconds(rows + guesses, length) + wait_s
-            if expected / seconds > rate:
-                best, rate = guesses, expected / seconds
-        for _, place in likeliest[:best]:
-            counts[place] += 1
+        rows, foretold = len(decoding), foretold or [1.0] * len(rates)
+        runs = map(_chances, rates, most, foretold)
+        likeliest = sorted(chain.from_iterable(runs), reverse=True)
+        del likeliest[SPECULATED_ROWS - rows :]
+        if not likeliest:
+            self._least *= LOOKED_UP
+            return [0] * len(most)
+        length = max([sample.length for sample in decoding])
+        seconds = self._seconds_of(rows, rows + len(likeliest), length)
+        if wait_s:
+            seconds[1:] = [one + wait_s for one in seconds[1:]]
+        gained = list(map(truediv, accumulate(likeliest, initial=float(rows)), seconds))
+        best = gained.index(max(gained))
+        if best == sum(most):
+            self._least *= LOOKED_UP
+            return list(most)
+        least = likeliest[max(0, best - 1)]
+        self._least = LOOKED_UP * least
+        if not best:
+            return [0] * len(most)
+        equal = best - bisect_left(likeliest, -least, key=neg)
+        """Of those with the least chance, how many to take."""
+        counts = list[int]()
+        for rate, its, chance in zip(rates, most, foretold, strict=True):
+            count, chance = 0, chance * rate
+            while count < its and chance >= least:
+                if chance == least:
+                    if not equal:
+                        break
+                    equal -= 1
+                count, chance = count + 1, chance * rate
+            counts.append(count)
         return counts
 
-    def note(self, sample: Sample) -> None:
-        """Learn from the tokens that have come since the last time, of a sample and its prompt, and
-        how well the table has foretold those of the sample.
+    def _seconds_of(self, fewest: int, most: int, length: int) -> list[float]:
+        """Of steps with so many rows, from the fewest to the most; they are asked for once for all
+        lengths up to a multiple of ``LENGTHS``.
         """
-        salt = _salt(sample)
-        self._learn(salt, sample.prompt)
-        for is_known, is_right in self._learn(salt, sample):
-            sample.foretold += NEW_SHARE * (is_known - sample.foretold)
-            if is_known and sample.acceptance >= 0:
-                sample.acceptance += NEW_SHARE * (is_right - sample.acceptance)
+        length = -(-max(1, length) // LENGTHS) * LENGTHS
+        if length != self._length:
+            self._length, self._seconds = length, [0.0] * (SPECULATED_ROWS + 1)
+        seconds = self._seconds[fewest : most + 1]
+        if 0.0 in seconds:
+            seconds = [self._times.step_seconds(rows, length) for rows in range(fewest, most + 1)]
+            self._seconds[fewest : most + 1] = seconds
+        return seconds
 
-    def _learn(self, salt: int, sequence: CachedTokens) -> list[tuple[bool, bool]]:
-        """Of each new token, whether the table foretold one in its place, and this one."""
-        tokens, table = sequence.tokens, self._table
-        mask, seen = len(table) - 1, list[tuple[bool, bool]]()
-        for place in range(sequence.noted, len(tokens)):
-            token, foretold = tokens[place], -1
-            for size in CONTEXTS:
-                if size > place:
-                    continue
-                key = hash((salt, *tokens[place - size : place]))
-                slot, check = key & mask, key >> 40 & 0xFFFFFF
-                entry = table[slot]
-                votes = entry & 0xFF
-                if entry >> 8 & 0xFFFFFF != check or votes == 0:
-                    table[slot] = token << 32 | check << 8 | 1
-                    continue
-                foretold = entry >> 32 if foretold < 0 else foretold
-                if entry >> 32 == token:
-                    table[slot] = entry + (votes < MOST_VOTES)
-                else:
-                    table[slot] = entry - 1 if votes > 1 else token << 32 | check << 8 | 1
-            seen.append((foretold >= 0, foretold == token))
-        sequence.noted = len(tokens)
-        return seen
+    def note(self, *samples: Sample) -> None:
+        """Learn from the tokens that have come since the last time, of samples and their prompts,
+        and how well the table has foretold those of each sample.
+        """
+        late, num_tokens, table = list[Sample](), 0, self._table
+        for sample in samples:
+            if sample.slot < 0:
+                self._begin(sample)
+            if count := len(sample.tokens) - sample.noted:
+                late.append(sample)
+                num_tokens += count
+        is_much = num_tokens >= TOGETHER and num_tokens >= TOGETHER_EACH * len(late)
+        seen = table.learn_together(late) if is_much else table.learn(late)
+        for sample, (count, known, right) in zip(late, seen, strict=True):
+            sample.foretold += NEW_SHARES[min(count, 99)] * (known / count - sample.foretold)
+            if known and sample.acceptance >= 0:
+                sample.acceptance += NEW_SHARES[min(known, 99)] * (
+                    right / known - sample.acceptance
+                )
 
-    def _next(self, salt: int, context: Sequence[int]) -> int | None:
-        """The token that came behind the longest known end of ``context``."""
-        mask = len(self._table) - 1
-        for size in CONTEXTS:
-            if size > len(context):
-                continue
-            key = hash((salt, *context[-size:]))
-            entry = self._table[key & mask]
-            if entry & 0xFF and entry >> 8 & 0xFFFFFF == key >> 40 & 0xFFFFFF:
-                return int(entry >> 32)
-        return None
-
-
-def _salt(sample: Sample) -> int:
-    """The same for all answers to a prompt; Python's own hash of a text differs between
-    processes.
-    """
-    return crc32(sample.handle.prompt_id.encode())
+    def _begin(self, sample: Sample) -> None:
+        name, prompt = sample.handle.prompt_id, sample.prompt
+        if prompt.slot < 0:
+            self._table.begin(prompt, name)
+            self._table.learn_together([prompt])
+        self._table.begin(sample, name)
 
 
 def _most_accepted(sample: Sample) -> float:
@@ -208,9 +239,10 @@ def _most_accepted(sample: Sample) -> float:
     return sample.foretold * rate / (1 - rate) if rate < 1 else inf
 
 
-def _chances(sample: Sample, count: int, foretold: float = 1.0) -> list[float]:
-    """Of so many guesses of a sample, that each and all before it are accepted, where the first
-    exists with the chance ``foretold``; none of a sample that a guess has spoilt.
+def _chances(rate: float, count: int, foretold: float) -> Iterable[float]:
+    """Of so many guesses, that each and all before it are accepted, where the first exists with the
+    chance ``foretold``; none of a sample that a guess has spoilt.
     """
-    rate = sample.acceptance
-    return [foretold * rate**place for place in range(1, count + 1)] if rate > 0 else []
+    if rate <= 0 or not count:
+        return ()
+    return accumulate(repeat(rate, count - 1), mul, initial=foretold * rate)

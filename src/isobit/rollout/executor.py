@@ -58,8 +58,11 @@ WAIT_S = 5e-4
 """Seconds, by estimate, in which the device has nothing to do where the host waits for its tokens
 before it plans the next step.
 """
-HOST_S = 3e-5
-"""Seconds, by estimate, in which the host looks up a sample's guesses and plans with them."""
+HOST_S = 1.5e-5
+"""Seconds, by estimate, in which the host looks up a sample's guesses and plans with them: half of
+the estimate for an H200's host and an earlier way of looking up, of whose time the present one
+takes about half where guesses are made (``benchmarks.drafts``); not measured on such a host again.
+"""
 ROWS_OF_TWICE = 40
 """Rows for which a CPU takes twice as long as for none: about what models of 2 to 60 million
 parameters take in ``bf16``, ``fp8`` and ``int8``.

@@ -67,6 +67,11 @@ def by_adapter(items: Iterable[Item], adapter_of: Callable[[Item], str | None]) 
 class PlanExecutor(Protocol):
     """The part of an executor that the scheduler uses."""
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether tokens of an earlier step are in flight."""
+        ...
+
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         """Copy the K and V of pages, in all layers, ``sources[i]`` to ``targets[i]``; all targets
         differ, and none is a source.
@@ -392,19 +397,21 @@ class Scheduler:
         """Put guesses behind the decoding samples, which come first in the plan, within the rest of
         the budget.
         """
-        if self._drafter is None:
+        if self._drafter is None or self._executor.is_pending:
             return
+        verifies = self._executor.verifies
+        places = [place for place, sample in enumerate(decoding) if verifies(sample)]
+        samples = [decoding[place] for place in places]
         # the last token that a sample may have is drawn from the row before it
-        rooms = {
-            place: min(budget, sample.max_length - sample.length - 1)
-            for place, sample in enumerate(decoding)
-            if self._executor.verifies(sample)
-        }
-        samples = [decoding[place] for place in rooms]
-        drafts = self._drafter.drafts(samples, list(rooms.values()), decoding)
-        for place, sample, draft in zip(rooms, samples, drafts, strict=True):
+        rooms = [min(budget, one.max_length - len(one.tokens) - 1) for one in samples]
+        drafts = self._drafter.drafts(samples, rooms, decoding)
+        for place, sample, draft in zip(places, samples, drafts, strict=True):
+            if not draft or budget <= 0:
+                continue
             count = min(len(draft), budget)
-            if count > 0 and (count := self._reserve_behind(sample, count)):
+            if count > sample.reserved - len(sample.tokens):
+                count = self._reserve_behind(sample, count)
+            if count:
                 sample.draft = draft[:count]
                 plan[place] = sample, 1 + count
                 budget -= count

@@ -178,7 +178,8 @@ class CachedTokens:
     they are computed with (``Request.adapter``).  ``is_sound``: finite logits have been computed
     from its K and V, so that no page of it holds a NaN.  ``draft``: guesses of the tokens behind
     its own, which the next forward computes as well (``isobit.rollout.drafts``); ``noted``: the
-    tokens that guesses have learnt from.
+    tokens that guesses have learnt from; ``slot`` and ``salt``: of the context at their end, and of
+    all its contexts (``isobit.rollout.contexts``).
     """
 
     __slots__ = (
@@ -191,6 +192,8 @@ class CachedTokens:
         "noted",
         "pages",
         "reserved",
+        "salt",
+        "slot",
         "tokens",
     )
 
@@ -199,7 +202,7 @@ class CachedTokens:
         self.adapter = adapter
         self.cached = 0
         self.draft: Sequence[int] = ()
-        self.noted = 0
+        self.noted, self.slot, self.salt = 0, -1, 0
         self.reserved = 0
         self.is_sound = False
         self.pages: list[int] = []
