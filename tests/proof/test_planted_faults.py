@@ -129,7 +129,7 @@ def keys_that_are_not_computed_again(patch: Patch, in_rollout: InRollout) -> Non
 
 def pages_copied_without_scales(patch: Patch, in_rollout: InRollout) -> None:
     def copy_pages(self: SpecKvCache, sources: list[int], targets: list[int]) -> None:
-        for arena in self.layers:
+        for arena in self.layers.values():
             raw = paged_attention._raw(arena.values)
             for source, target in zip(sources, targets, strict=True):
                 raw[:, target] = raw[:, source]

@@ -16,8 +16,8 @@ import torch
 
 from isobit.config.training import TrainingConfig
 from isobit.kernels.noise import check_moments, num_groups
-from isobit.models import config as model_config
 from isobit.models import safetensors
+from isobit.models import shapes as model_shapes
 from isobit.models.decoder import build_decoder
 from isobit.models.safetensors import added_up, checksum, checksum_of, write_tensors
 from isobit.parallel.ownership import Ownership
@@ -283,13 +283,13 @@ def moments_of(
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("shape", model_config.SHAPES)
+@pytest.mark.parametrize("shape", model_shapes.SHAPES)
 def test_shares_of_every_named_model_make_up_the_whole(shape: str) -> None:
     """With two layers, which have all kinds of masters; a cut depends on the masters before it.
     Every tensor of the state has each of its bytes on one rank, and its checksum can be computed
     there: the kernels accept rows from any byte on.
     """
-    described = build_decoder(replace(model_config.model_shape(shape), num_layers=2))
+    described = build_decoder(replace(model_shapes.model_shape(shape), num_layers=2))
     shapes = {name: master.shape for name, master in described.masters().items()}
     for size, moments in product((*range(2, 9), 12, 16), FORMATS):
         ownership = described.ownership(size)
