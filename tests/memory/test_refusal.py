@@ -86,6 +86,21 @@ def test_adapters_of_70b_on_eight_h100s() -> None:
     assert re.search(r"\n  together +81\.8 GiB +251 GiB$", text)
 
 
+def test_engines_that_processes_share_are_a_way_out() -> None:
+    """70B with all weights: whole matrices on each of 32 GPUs, or a part of them on each of 8."""
+    made = planner(model_shape("llama-3.1-70b"), H200, 8)
+    text = refused(made, 4096)
+    assert "set cluster.processes = 32 and" in text and "no setting" not in text
+    assert "4,096 fit with cluster.rollout_tp = 4 and training.recompute = 'full'" in text
+    text = refused(replace(made, processes=4), 4096)
+    assert "no setting makes this model's training fit on 4 GPUs" in text
+    assert "4,096 fit with cluster.processes = 8 and cluster.rollout_tp = 4 and" in text
+    for other in (replace(made, rollout_tp=2), planner(LORA_70B, GPUS["h100"].total, 8)):
+        assert "cluster.rollout_tp" not in refused(other, 4096, tokens_per_microbatch=8192)
+    moe = planner(model_shape("mixtral-8x7b"), 80 * GIB, 2)
+    assert "cluster.rollout_tp" not in refused(moe, 4096)
+
+
 CASES = {
     "8B": (planner(QWEN3_8B, H200), 4096, {"tokens_per_microbatch": 16384, "moments": "bf16"}, {}),
     "8B, a cache that is set": (
@@ -102,6 +117,7 @@ CASES = {
     "adapters, 24 GiB": (planner(LORA_8B, 24 * GIB), 2048, {}, {}),
     "32B": (planner(model_shape("qwen3-32b"), H200), 4096, {}, {}),
     "32B, four": (planner(model_shape("qwen3-32b"), H200, 4), 4096, {}, {}),
+    "70B, eight": (planner(model_shape("llama-3.1-70b"), H200, 8), 4096, {}, {}),
     "70B, adapters, eight": (planner(LORA_70B, GPUS["h100"].total, 8), 8201, {}, {}),
     "70B, adapters, its advice": (
         planner(LORA_70B, GPUS["h100"].total, 8),
@@ -136,6 +152,8 @@ def test_each_way_out_works(case: str) -> None:
             planner = replace(made, total=GPUS[found[1].lower()].total)
         if found := re.search(r"cluster\.processes = (\d+)", clause):
             planner = replace(made, processes=int(found[1]))
+        if found := re.search(r"cluster\.rollout_tp = (\d+)", clause):
+            planner = replace(planner, rollout_tp=int(found[1]))
         if found := re.search(r"any setting holds are ([\d,]+)", clause):
             new["training"]["tokens_per_microbatch"] = int(found[1].replace(",", ""))
         length = min(longest, new["training"].get("tokens_per_microbatch", longest))

@@ -90,6 +90,12 @@ def test_an_estimate_follows_its_work() -> None:
     several = estimate_step(replace(STEP, trainers=2, samplers=2))
     assert plain.training / 2 < several.training < plain.training
     assert plain.rollout / 2 < several.rollout < plain.rollout
+    shared = estimate_step(replace(STEP, trainers=2, samplers=2, sharing=2))
+    assert plain.rollout / 2 < shared.rollout < plain.rollout, "half of all but the launches"
+    assert shared.training == several.training
+    note = "messages between the 2 GPUs that share an engine come on top"
+    assert note in "\n".join(describe_step(shared, 100, read_card("h200"), 2))
+    assert note not in "\n".join(describe_step(several, 100, read_card("h200"), 2))
     beside = estimate_step(replace(STEP, beside=True))
     assert beside.total == max(plain.rollout, plain.training) + plain.other
     slower = estimate_step(replace(STEP, shape=SpeedShape.named("qwen3-8b", "bf16")))

@@ -262,6 +262,7 @@ def _step_work(
         new_tokens=new,
         cached_tokens=memory.pages * memory.page_tokens if plan.samples_here else math.inf,
         samplers=len(config.rollout.servers) or cluster.rollouters or cluster.processes,
+        sharing=cluster.rollout_tp,
         beside=cluster.rollouters > 0,
     )
 

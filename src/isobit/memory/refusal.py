@@ -4,7 +4,8 @@ works, what no number of GPUs changes, and the table of all parts.
 A way out is a set of settings under which training *and* rollout fit. They are tried from the least
 change to the greatest, each with one computation of the bytes:
 
-    training    recompute and moments, also on 2, 4, .. times as many GPUs, or on a larger card
+    training    recompute and moments, also on 2, 4, .. times as many GPUs, on GPUs of which several
+                share an engine, or on a larger card
     frozen      a model that only scores goes to main memory
     rollout     the moments go to main memory, forwards of fewer tokens, a cache of the least size
 """
@@ -19,7 +20,10 @@ from isobit.config.training import Recompute, TrainingConfig
 from isobit.memory.cache_size import batched_tokens, reserve_of
 from isobit.memory.cards import Card, support_for
 from isobit.memory.host import microbatch_tokens
+from isobit.models.config import ModelConfig
+from isobit.models.tensor_parallel import check_cut
 from isobit.training.optimiser import smaller_moments
+from isobit.util.errors import ConfigError
 from isobit.util.terminal import gib
 
 if TYPE_CHECKING:
@@ -113,15 +117,16 @@ class Refusal:
     def _ways_of_training(self) -> Iterator[str]:
         """All other ways out, or that there is none."""
         here = self._way(self.planner, self._smaller_settings())
+        sharing = list(self._by_sharing()) if here is None else []
         if here is not None:
             yield f"{self.tokens:,} fit with {here}"
         elif (shorter := self._shorter()) is not None:
             yield shorter
-        else:
+        elif not sharing or "cluster.processes" in sharing[0]:
             count = self.planner.processes
             where = "this GPU" if count == 1 else f"{count} GPUs"
             yield f"no setting makes this model's training fit on {where}"
-        more = list(self._on_more_gpus())
+        more = [*self._on_more_gpus(), *sharing]
         yield from more or [self._whole_on_every_gpu()]
         larger = [] if here is not None else list(self._on_a_larger_card())
         yield from larger
@@ -163,6 +168,32 @@ class Refusal:
                 )
                 counts = counts[: counts.index(count)]
                 break
+
+    def _by_sharing(self) -> Iterator[str]:
+        """The least number of GPUs of which several share an engine, and the matrices that it
+        reads.
+        """
+        planner, changes = self.planner, self._smaller_settings()
+        if self.rollout is None or not self._can_share():
+            return
+        for count in (planner.processes << n for n in range(_DOUBLINGS + 1)):
+            for sharing in (2, 4, 8):
+                if count % sharing or not _is_cut(planner.shape, sharing):
+                    continue
+                made = replace(planner, processes=count, rollout_tp=sharing)
+                if self._change(self._offloaded(made)[0], changes[-1:]) is None:
+                    continue  # not with the settings that take least
+                if (settings := self._way(made, changes)) is not None:
+                    more = {} if count == planner.processes else {"cluster.processes": count}
+                    how = _text({**more, "cluster.rollout_tp": sharing})
+                    yield f"{self.tokens:,} fit with {how} and {settings}"
+                    return
+
+    def _can_share(self) -> bool:
+        """Whether processes can share an engine that none share yet (``config.rules``)."""
+        made = self.planner
+        is_plain = made.shape.lora is None and made.flow.kv_calibration is None
+        return made.learns and made.rollout_tp == 1 and is_plain
 
     def _is_helped_by_gpus(self) -> bool:
         """Whether what each of any number of GPUs has whole would fit, with the least settings."""
@@ -291,6 +322,15 @@ class Refusal:
         said = "; ".join(sentence for sentence in sentences if sentence)
         plan = self.planner.unfitting(self.rollout, self.training, self.longest)
         return "\n".join([said, *plan.table()])
+
+
+def _is_cut(shape: ModelConfig, ranks: int) -> bool:
+    """Whether tensor parallelism cuts a model for so many ranks."""
+    try:
+        check_cut(shape, ranks)
+    except ConfigError:
+        return False
+    return True
 
 
 def _changed(config: Any, changes: Changes, prefix: str = "training.") -> Any:

@@ -407,6 +407,8 @@ class StepWork:
     cached_tokens: float = float("inf")
     """The capacity of a sampler's KV cache."""
     samplers: int = 1
+    sharing: int = 1
+    """Of these, how many share an engine, a part of each matrix and of the cache on each."""
     beside: bool = False
     """Whether the samplers are other GPUs than the trainers, and work at the same time."""
     scored: tuple[SpeedShape, ...] = ()
@@ -427,6 +429,7 @@ class StepTime:
     has_int8: bool = False
     """Whether some of the work is in INT8."""
     has_e4m3: bool = False
+    sharing: int = 1
 
     @property
     def total(self) -> float:
@@ -460,7 +463,7 @@ def estimate_step(work: StepWork, card: Card | None = None) -> StepTime:
     speed, shape = measured_speed(), work.shape
     rollout = 0.0
     if work.prompts:
-        own = -(-work.prompts // work.samplers)
+        own = -(-work.prompts // (work.samplers // work.sharing))
         sequences, graph = own * work.samples, shape.flow.rollout
         prompts = forward_work(
             shape, graph, own * work.prompt_tokens, work.prompt_tokens, sequences
@@ -468,8 +471,9 @@ def estimate_step(work: StepWork, card: Card | None = None) -> StepTime:
         decoding = Decoding.of(
             sequences, work.prompt_tokens, work.new_tokens, work.most_at_once, work.cached_tokens
         )
-        rollout = speed.forward.time(prompts, shape, card)
-        rollout += speed.decode.time(decoding.work(shape), shape, card)
+        steps = _cut(decoding.work(shape), work.sharing)
+        rollout = speed.forward.time(_cut(prompts, work.sharing), shape, card)
+        rollout += speed.decode.time(steps, shape, card)
     tokens = work.sequences * work.length
     own_tokens = tokens / work.trainers
     passes = training_work(shape, own_tokens * work.epochs, work.length, work.recompute, work.rows)
@@ -492,7 +496,13 @@ def estimate_step(work: StepWork, card: Card | None = None) -> StepTime:
         tokens * work.epochs,
         any(one.has_int8 for one in (shape, *work.scored)),
         any(one.has_e4m3 for one in (shape, *work.scored)),
+        work.sharing,
     )
+
+
+def _cut(work: Work, ranks: int) -> Work:
+    """The part of one of so many ranks: all but the number of a layer's operations."""
+    return {name: one if "layers" in name else one / ranks for name, one in work.items()}
 
 
 def describe_step(step: StepTime, steps: int | None, card: Card, processes: int) -> list[str]:
@@ -522,6 +532,11 @@ def describe_step(step: StepTime, steps: int | None, card: Card, processes: int)
         )
     if card.e4m3_as_fp16 and step.has_e4m3:
         notes.append("products in E4M3 count as such of FP16, which they are there")
+    if step.sharing > 1:
+        notes.append(
+            f"messages between the {step.sharing} GPUs that share an engine come on top, and were "
+            "not measured"
+        )
     if processes > speed.ranks:
         notes.append(f"as {speed.ranks} GPUs scale, the most that were measured")
     return [
