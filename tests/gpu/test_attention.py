@@ -14,7 +14,9 @@ from isobit.kernels.triton.heads import PAGE_TOKENS
 from isobit.precision.quant_tensor import E4M3, Format
 from tests.gpu.kernels import decode_attention, prefill_attention
 
-LAYOUTS = [(32, 8, 128), (16, 8, 128), (14, 2, 64), (16, 1, 64), (8, 8, 128)]
+LAYOUTS = [
+    (32, 8, 128), (16, 8, 128), (14, 2, 64), (16, 1, 64), (8, 8, 128), (8, 8, 96), (4, 1, 256),
+]  # fmt: skip
 FORMS: list[Format] = ["e4m3", "int8", "bf16"]
 # Windows below a tile, of whole tiles and not, of a part and one key more, beyond all sequences.
 WINDOWS = [1, 20, 64, 100, 128, 129, 1000, 4096, PART, PART + 1, 3 * PART]
@@ -22,6 +24,7 @@ WINDOWED = [
     *((layout, None) for layout in LAYOUTS),
     *((LAYOUTS[0], window) for window in WINDOWS),
     *((LAYOUTS[2], window) for window in (20, 4096)),
+    *((LAYOUTS[6], window) for window in (20, 512)),
 ]
 
 

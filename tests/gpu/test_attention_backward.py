@@ -14,13 +14,17 @@ from isobit.precision.quant_tensor import Format
 from tests.gpu.kernels import attention_backward, prefill_attention
 from tests.kernels.comparison import relative_error
 
-LAYOUTS = [(32, 8, 128), (16, 1, 128), (8, 8, 128), (14, 2, 64), (16, 1, 64), (4, 4, 64)]
+LAYOUTS = [
+    (32, 8, 128), (16, 1, 128), (8, 8, 128), (14, 2, 64), (16, 1, 64), (4, 4, 64), (4, 4, 96),
+    (4, 1, 256),
+]  # fmt: skip
 LENGTHS = [1, 63, 64, 65, 127, 128, 129, 700, 3000]
 FORMATS: list[Format] = ["e4m3", "int8", "bf16"]
 WINDOWED = [
     *((layout, None) for layout in LAYOUTS),
     *((LAYOUTS[0], window) for window in (20, 100, 1024)),
     *((LAYOUTS[3], window) for window in (20, 1024)),
+    *((LAYOUTS[7], window) for window in (20, 512)),
 ]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -243,4 +243,6 @@ def whole() -> None:
     for format in FORMATS:
         for dim in (96, 128, 256):
             check(PORTABLE, format, dim, None, PAGE_TOKENS + 30)
+        for dim in (96, 256):
+            check(HOPPER, format, dim, 40, PAGE_TOKENS + 30)
         check_what_is_not_a_number(format)

@@ -43,6 +43,7 @@ from tests.models.policies import disturbed, whole_batch
 
 DENSE = ModelConfig("qwen3", 72, 64, 96, 1, 2, 1, 64, 256, 1e-6, 1e4, tied_embeddings=False)
 ADAPTED = replace(DENSE, lora=Lora(4, 8.0, LORA_TARGETS))
+PHI = replace(DENSE, family="phi3", num_kv_heads=2, head_dim=96)
 MIXED = replace(DENSE, family="qwen3_moe", experts=Experts(4, 2, 40, renormalise=True))
 LENGTHS = (3, 4)
 PROMPTS = ((5, 7, 9, 11, 13), (5, 8))
@@ -174,6 +175,10 @@ def int8() -> None:
 
 def adapters() -> None:
     check(ADAPTED, "int8")
+
+
+def phi() -> None:
+    check(PHI, "int8")
 
 
 def experts_in_int8() -> None:

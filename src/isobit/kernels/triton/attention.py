@@ -71,12 +71,7 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.triton.e4m3 import PRODUCT_SCALE, decoded
-from isobit.kernels.triton.heads import (
-    HEAD_SIZES,
-    MOST_QUERY_HEADS,
-    PAGE_TOKENS,
-    heads_problem,
-)
+from isobit.kernels.triton.heads import MOST_QUERY_HEADS, PAGE_TOKENS, heads_problem
 from isobit.precision.quant_tensor import AMAX_FLOOR, E4M3
 
 PART = 8192
@@ -105,7 +100,6 @@ class Form:
 class Build:
     """The kernels of a generation of cards."""
 
-    head_sizes: tuple[int, ...]
     form: Callable[[torch.dtype, int], Form]
     """Of a format, by the dtype of K, and a head size."""
     is_portable: bool
@@ -647,7 +641,7 @@ def _portable(dtype: torch.dtype, dim: int) -> Form:
     )  # fmt: skip
 
 
-PORTABLE = Build(HEAD_SIZES, _portable, is_portable=True)
+PORTABLE = Build(_portable, is_portable=True)
 
 
 def decode_attention(
@@ -760,7 +754,7 @@ def checked(
             "E4M3 with scales and bytes, INT8 with FP32 scales, or BF16 without"
         )
     _, heads, dim = queries.shape
-    problem = heads_problem(heads, keys.keys.shape[1], dim, build.head_sizes)
+    problem = heads_problem(heads, keys.keys.shape[1], dim)
     if problem is not None:
         raise ValueError(problem)
     return build.form(queries.dtype, dim)

@@ -345,6 +345,7 @@ def attention_backward(
     lengths: torch.Tensor,
     max_length: int,
     window: int | None = None,
+    build: Build = PORTABLE,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of ``prefill_attention`` over whole sequences, with respect to the dequantised Q, K
     and V.
@@ -360,7 +361,7 @@ def attention_backward(
     (tokens, heads, dim), kv_heads = queries.shape, keys.keys.shape[1]
     made = Copies.of(
         queries, query_scales, keys, output, log_sum_exp, d_output, starts, lengths, max_length,
-        PORTABLE,
+        build,
     )  # fmt: skip
     dq = torch.empty_like(d_output)
     dk, dv = d_output.new_empty((2, tokens, kv_heads, dim))

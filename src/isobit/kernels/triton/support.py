@@ -19,7 +19,6 @@ remedy = (
     "https://pytorch.org/get-started"
 )
 
-HEAD_SIZES = (64, 128, 256)
 DRIVER = Path("/proc/driver/nvidia/version")
 _OLDEST = 8, 0
 
@@ -107,11 +106,6 @@ def triton_problem() -> str | None:
 
 
 def model_problem(needs: ModelNeeds) -> str | None:
-    return shared_problem(needs, HEAD_SIZES)
-
-
-def shared_problem(needs: ModelNeeds, head_sizes: tuple[int, ...]) -> str | None:
-    """What no GPU computes, and heads of other sizes."""
     if needs.preset == "fp32":
         return "precision 'fp32' is the CPU's reference"
     if needs.gate != "silu":
@@ -120,4 +114,4 @@ def shared_problem(needs: ModelNeeds, head_sizes: tuple[int, ...]) -> str | None
         return f"the model has {what}, and the kernels on the GPU compute SiLU (SwiGLU) alone"
     if needs.has_frozen_experts:
         return "LoRA on a model with experts is computed on CPUs alone"
-    return heads_problem(needs.num_heads, needs.num_kv_heads, needs.head_dim, head_sizes)
+    return heads_problem(needs.num_heads, needs.num_kv_heads, needs.head_dim)
