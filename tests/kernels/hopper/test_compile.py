@@ -15,7 +15,7 @@ TYPES = {
     **dict.fromkeys(("Q_SCALE", "LSE", "PART_O", "PART_M", "PART_L"), "*fp32"),
     **dict.fromkeys(("TABLE", "LENGTH", "Q_START", "Q_COUNT", "K_START"), "*i32"),
     **dict.fromkeys(("table_stride", "max_parts", "start"), "i32"),
-    "O": "*bf16",
+    **dict.fromkeys(("O", "SINKS"), "*bf16"),
     "c": "fp32",
 }
 FORMS = {
@@ -46,7 +46,7 @@ def types(name: str, paged: bool) -> dict[str, str]:
 def shape(name: str, dim: int, **more: Any) -> dict[str, Any]:
     return {
         "H": 32, "G": 8, "D": dim, "WIDTH": triton.next_power_of_2(dim), "PART": attention.PART,
-        "SCALED": name != "bf16", **more,
+        "SCALED": name != "bf16", "SINKS": None, **more,
     }  # fmt: skip
 
 
@@ -93,4 +93,5 @@ def test_prefill(name: str, dim: int, split: bool, window: int) -> None:
 
 def test_join() -> None:
     constants = {"H": 32, "D": 128, "WIDTH": 128, "PART": attention.PART, "WINDOW": 0}
+    constants |= {"SINKS": None}
     compile_for_hopper(attention._join_kernel, TYPES, constants, 1)

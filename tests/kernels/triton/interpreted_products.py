@@ -4,18 +4,18 @@ operands are the specification's.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import triton.language as tl
 from torch.nn.functional import pad
 from triton.runtime import interpreter
 
-from isobit.kernels.operands import LinearInput, LinearWeight
+from isobit.kernels.operands import Gate, LinearInput, LinearWeight
 from isobit.kernels.spec import linear as specification
 from isobit.kernels.spec import pointwise as spec_pointwise
 from isobit.kernels.spec.experts import one_expert
-from isobit.kernels.spec.quantise import decode_e4m3
+from isobit.kernels.spec.quantise import decode_e4m3, quantise_int8
 from isobit.kernels.triton import (
     grouped_gemm,
     int8_backward,
@@ -41,6 +41,7 @@ from tests.kernels.triton.interpreted_e4m3 import prepare as prepare_e4m3
 from tests.kernels.triton.interpreted_gluon import interpret
 
 FORMATS: tuple[Format, ...] = ("bf16", "e4m3", "int8")
+GATES: tuple[Gate, ...] = get_args(Gate)
 
 
 def prepare() -> None:
@@ -209,7 +210,7 @@ def rows_of(x: Any, dispatch: Dispatch) -> GroupedRows:
 
 
 def check_pointwise(columns: int, tokens: int) -> None:
-    """Norm and SwiGLU, forward and backward, in E4M3 as bytes."""
+    """Norm and gates, forward and backward, in E4M3 as bytes."""
     site = site_of((columns, columns), "e4m3")
     h, x, dy = (make(tokens, columns, exactly=False) for _ in range(3))
     gate_up, weight = make(tokens, 2 * columns, exactly=False), torch.randn(columns).bfloat16()
@@ -221,17 +222,37 @@ def check_pointwise(columns: int, tokens: int) -> None:
     assert normed.norm is not None
     assert theirs.norm is not None
     assert relative_error(normed.norm, true) <= 1.02 * relative_error(theirs.norm, true)
-    gated = pointwise.swiglu_input(gate_up, site, save=True, as_bytes=True)
-    for made, wide in ((normed.input, normed.norm), (gated, quantise.swiglu(gate_up))):
-        assert made is not None
-        assert_read_and_saved(made, wide, site)
+    assert normed.input is not None
+    assert_read_and_saved(normed.input, normed.norm, site)
+    for gate in GATES:
+        rows = slice(None) if gate == "silu" else slice(12)
+        check_gate(gate, gate_up[rows], dy[rows], site)
+
+
+def check_gate(gate: Gate, gate_up: torch.Tensor, dy: torch.Tensor, site: Site) -> None:
+    """As near to the specification as another exponential and division are, and quantised as it is
+    rounded.
+    """
+    y, d = quantise.swiglu(gate_up, gate), pointwise.swiglu_backward_bf16(dy, gate_up, gate=gate)
+    theirs = spec_pointwise.swiglu(gate_up, gate), spec_pointwise.swiglu_gradient(dy, gate_up, gate)
+    for ours, exact in zip((y, d), theirs, strict=True):
+        assert (ours != exact).sum() <= 4 + 2e-3 * exact.numel()
+        assert relative_error(ours, exact) < 1e-3
+    gated = pointwise.swiglu_input(gate_up, site, save=True, gate=gate, as_bytes=True)
+    assert_read_and_saved(gated, y, site)
     for wgrad in ("e4m3", "bf16"):
         one = replace(site, wgrad=wgrad)
-        wide = pointwise.swiglu_backward_bf16(dy, gate_up)
-        ours = pointwise.swiglu_backward(dy, gate_up, one, as_bytes=True)
-        theirs = linear.output_gradient(wide, one, as_bytes=True)
-        assert same(ours.rows, theirs.rows)
-        assert same(ours.tokens, theirs.tokens)
+        made = pointwise.swiglu_backward(dy, gate_up, one, gate, as_bytes=True)
+        wanted = linear.output_gradient(d, one, as_bytes=True)
+        assert same(made.rows, wanted.rows)
+        assert same(made.tokens, wanted.tokens)
+    gate_up, dy, y, d = (x[:12] for x in (gate_up, dy, y, d))
+    assert same(quantise.swiglu_int8(gate_up, gate=gate), quantise_int8(y))
+    in_int8 = replace(site, dgrad="int8", wgrad="int8")
+    made = pointwise.swiglu_backward(dy, gate_up, in_int8, gate, as_bytes=True)
+    wanted = linear.output_gradient(d, in_int8, as_bytes=True)
+    assert same(made.rows, wanted.rows)
+    assert same(made.tokens, wanted.tokens)
 
 
 def assert_read_and_saved(made: LinearInput, wide: torch.Tensor, site: Site) -> None:

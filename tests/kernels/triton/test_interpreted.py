@@ -67,7 +67,11 @@ def test_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "what", ["int8", "fp8", "adapters", "phi", "experts_in_int8", "experts_in_fp8"]
-)
+    "what",
+    [
+        "int8", "fp8", "adapters", "phi", "gemma", "gpt_oss", "gpt_oss_in_fp8", "experts_in_int8",
+        "experts_in_fp8",
+    ],
+)  # fmt: skip
 def test_models(what: str, tmp_path: Path) -> None:
     run_interpreted(f"tests.kernels.triton.interpreted_model:{what}", tmp_path)

@@ -21,7 +21,7 @@ A program takes N tokens and up to HEADS heads of one kind and leaves its sums o
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportAssignmentType=false
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 import torch

@@ -108,10 +108,6 @@ def triton_problem() -> str | None:
 def model_problem(needs: ModelNeeds) -> str | None:
     if needs.preset == "fp32":
         return "precision 'fp32' is the CPU's reference"
-    if needs.gate != "silu":
-        what = "a clamped SwiGLU, sinks, and biases of all linears"
-        what = "an MLP with GELU (GeGLU)" if needs.gate == "gelu_tanh" else what
-        return f"the model has {what}, and the kernels on the GPU compute SiLU (SwiGLU) alone"
     if needs.has_frozen_experts:
         return "LoRA on a model with experts is computed on CPUs alone"
     return heads_problem(needs.num_heads, needs.num_kv_heads, needs.head_dim)
