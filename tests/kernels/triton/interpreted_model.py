@@ -195,7 +195,9 @@ def gpt_oss() -> None:
 
 
 def gpt_oss_in_fp8() -> None:
-    check(GPT_OSS, "fp8")
+    """What is sampled alone: in E4M3 the gradients of two sinks a layer tell nothing."""
+    prepare()
+    check_sampled(policy_of(Interpreted, GPT_OSS, "fp8"))
 
 
 def experts_in_int8() -> None:

@@ -17,6 +17,7 @@ from isobit.kernels.spec import pointwise as spec_pointwise
 from isobit.kernels.spec.experts import one_expert
 from isobit.kernels.spec.quantise import decode_e4m3, quantise_int8
 from isobit.kernels.triton import (
+    experts,
     grouped_gemm,
     int8_backward,
     linear,
@@ -203,6 +204,24 @@ def check_experts(format: Format, width: int, columns: int, tokens: int) -> None
         assert torch.equal(rows_of_it, theirs)
 
 
+def check_biases(width: int, tokens: int) -> None:
+    """Each row gets its expert's, padding none; an expert's gradient is the sum of its rows."""
+    count = 3
+    chosen = torch.stack([torch.randperm(count - 1) for _ in range(tokens)]).int()
+    dispatch = make_dispatch(chosen, count)
+    assert dispatch.experts is not None
+    labels, y = dispatch.experts.long(), make(dispatch.rows, width, exactly=False)
+    used, bias = labels >= 0, make(count, width, exactly=False)
+    wanted = y.clone()
+    wanted[used] = (y[used].float() + bias[labels[used]].float()).bfloat16()
+    weight = LinearWeight(site_of((width,), "bf16"), y, bias.flatten())
+    assert torch.equal(experts._biased(y.clone(), weight, dispatch, chosen), wanted)
+    d, grad = integers(dispatch.rows, width), torch.ones(count * width)
+    experts._add_bias_gradient(d, dispatch, grad)
+    sums = torch.stack([d[labels == index].float().sum(0) for index in range(count)])
+    assert torch.equal(grad, 1 + sums.flatten())
+
+
 def rows_of(x: Any, dispatch: Dispatch) -> GroupedRows:
     if isinstance(x, Int8Rows):
         return GroupedRows(x.values, x.scales[None, None])
@@ -269,6 +288,7 @@ def quick() -> None:
     prepare()
     check_bf16(20, 40, 72)
     check_e4m3_backward((8,), 24, 5, (True,))
+    check_biases(40, 70)
 
 
 def whole() -> None:
