@@ -33,7 +33,16 @@ SHAPES = {
     "starter": STARTER,  # one block along K, one group a row, a vocabulary of one tile
     "smollm2": SMOLLM2,  # short blocks along every side, and in q, k, v, gate and up
     "moe": MOE,
-}
+    "phi": replace(QWEN3, family="phi3", num_kv_heads=8, head_dim=96),
+    "gemma": replace(
+        QWEN3, family="gemma3_text", num_heads=4, num_kv_heads=1, head_dim=256, sliding_window=100,
+        windowless_layers=(2,), window_rope_theta=1e4,
+    ),
+    "gpt_oss": replace(
+        QWEN3, family="gpt_oss", num_heads=16, head_dim=64, sliding_window=100,
+        windowless_layers=(1,), experts=Experts(16, 4, 256, True),
+    ),
+}  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:

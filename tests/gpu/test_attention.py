@@ -14,7 +14,9 @@ from isobit.kernels.triton.heads import PAGE_TOKENS
 from isobit.precision.quant_tensor import E4M3, Format
 from tests.gpu.kernels import decode_attention, prefill_attention
 
-LAYOUTS = [(32, 8, 128), (16, 8, 128), (14, 2, 64), (16, 1, 64), (8, 8, 128)]
+LAYOUTS = [
+    (32, 8, 128), (16, 8, 128), (14, 2, 64), (16, 1, 64), (8, 8, 128), (8, 8, 96), (4, 1, 256),
+]  # fmt: skip
 FORMS: list[Format] = ["e4m3", "int8", "bf16"]
 # Windows below a tile, of whole tiles and not, of a part and one key more, beyond all sequences.
 WINDOWS = [1, 20, 64, 100, 128, 129, 1000, 4096, PART, PART + 1, 3 * PART]
@@ -22,6 +24,7 @@ WINDOWED = [
     *((layout, None) for layout in LAYOUTS),
     *((LAYOUTS[0], window) for window in WINDOWS),
     *((LAYOUTS[2], window) for window in (20, 4096)),
+    *((LAYOUTS[6], window) for window in (20, 512)),
 ]
 
 
@@ -105,7 +108,10 @@ class Case:
         return self.q.view(torch.uint8)[rows].view(self.q.dtype), self.q_scale[rows]
 
     def prefill(
-        self, ranges: list[tuple[int, int]], window: int | None = None
+        self,
+        ranges: list[tuple[int, int]],
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The queries [first, last) of each sequence -> output, log-sum-exp, and the packed rows
         that they are.
@@ -126,6 +132,7 @@ class Case:
             max(counts),
             max(last),
             window,
+            sinks,
         )
         return output, lse, rows
 
@@ -144,14 +151,21 @@ def ints(values: list[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
-@pytest.mark.parametrize(("layout", "window"), WINDOWED)
+@pytest.mark.parametrize(
+    ("layout", "window", "with_sinks"),
+    [
+        *((*one, False) for one in WINDOWED),
+        *((LAYOUTS[2], window, True) for window in (None, 128, PART + 1)),
+    ],
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_decode_and_chunks_equal_the_training_forward(
-    form: Format, layout: tuple[int, int, int], window: int | None
+    form: Format, layout: tuple[int, int, int], window: int | None, with_sinks: bool
 ) -> None:
     lengths = [1, 63, 64, 65, 127, 128, 129, 700, PART - 1, PART, PART + 1, 2 * PART + 300]
     case = Case(form, lengths, *layout)
-    output, lse, _ = case.prefill([(0, n) for n in lengths], window)
+    sinks = torch.linspace(-3, 20, layout[0]).bfloat16().cuda() if with_sinks else None
+    output, lse, _ = case.prefill([(0, n) for n in lengths], window, sinks)
     choose = random.Random(0)
     compared = 0
     for _ in range(8):
@@ -169,12 +183,15 @@ def test_decode_and_chunks_equal_the_training_forward(
             ints([p + 1 for p in positions]),
             limit,
             window,
+            sinks,
         )
         assert torch.equal(got, output[rows]) and torch.equal(got_lse, lse[rows])
         compared += got.numel()
         firsts = [choose.randrange(n) for n in lengths]
         chunk, chunk_lse, chunk_rows = case.prefill(
-            [(a, choose.randint(a + 1, n)) for a, n in zip(firsts, lengths, strict=True)], window
+            [(a, choose.randint(a + 1, n)) for a, n in zip(firsts, lengths, strict=True)],
+            window,
+            sinks,
         )
         assert torch.equal(chunk, output[chunk_rows]) and torch.equal(chunk_lse, lse[chunk_rows])
     assert compared > 50_000
@@ -226,19 +243,27 @@ def test_a_sequence_alone_equals_itself_in_company(form: Format, window: int | N
 
 
 @pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 100, 4096])
 @pytest.mark.parametrize("length", [500, PART + 600])
 @pytest.mark.parametrize("form", FORMS)
-def test_values_against_fp64(form: Format, length: int, window: int | None) -> None:
+def test_values_against_fp64(
+    form: Format, length: int, window: int | None, with_sinks: bool
+) -> None:
     # With scores in the thousands the tensor cores' 14 bits are what one would measure.
     case = Case(form, [length], 8, 2, 128, plain=True)
-    output, lse, _ = case.prefill([(0, length)], window)
+    sinks = torch.linspace(-3, 8, 8).bfloat16().cuda() if with_sinks else None
+    output, lse, _ = case.prefill([(0, length)], window, sinks)
     q, k, v = (x.transpose(0, 1) for x in case.exact)
     scores = (q @ k.repeat_interleave(4, 0).transpose(1, 2)) / 128**0.5
     place = torch.arange(length, device="cuda")
     behind = place[:, None] - place[None, :]
     scores.masked_fill_((behind < 0) | (behind >= (window or length)), -torch.inf)
-    exact = (scores.softmax(-1) @ v.repeat_interleave(4, 0)).transpose(0, 1)
+    if sinks is not None:
+        last = sinks.double()[:, None, None].expand(-1, length, 1)
+        scores = torch.cat([scores, last], 2)
+    weights = scores.softmax(-1)[:, :, :length]
+    exact = (weights @ v.repeat_interleave(4, 0)).transpose(0, 1)
     # 1.7e-3 of it is the rounding of the output to BF16.
     assert (output.double() - exact).norm() / exact.norm() < 3e-3
     exact_lse = scores.logsumexp(-1).t() / torch.log(torch.tensor(2.0, dtype=torch.float64))

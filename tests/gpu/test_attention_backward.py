@@ -2,6 +2,7 @@
 any company.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -10,17 +11,22 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from isobit.kernels.spec.qkv import Heads, factors
 from isobit.kernels.triton.attention import PackedKeys
+from isobit.kernels.triton.attention_backward import sinks_backward
 from isobit.precision.quant_tensor import Format
 from tests.gpu.kernels import attention_backward, prefill_attention
 from tests.kernels.comparison import relative_error
 
-LAYOUTS = [(32, 8, 128), (16, 1, 128), (8, 8, 128), (14, 2, 64), (16, 1, 64), (4, 4, 64)]
+LAYOUTS = [
+    (32, 8, 128), (16, 1, 128), (8, 8, 128), (14, 2, 64), (16, 1, 64), (4, 4, 64), (4, 4, 96),
+    (4, 1, 256),
+]  # fmt: skip
 LENGTHS = [1, 63, 64, 65, 127, 128, 129, 700, 3000]
 FORMATS: list[Format] = ["e4m3", "int8", "bf16"]
 WINDOWED = [
     *((layout, None) for layout in LAYOUTS),
     *((LAYOUTS[0], window) for window in (20, 100, 1024)),
     *((LAYOUTS[3], window) for window in (20, 1024)),
+    *((LAYOUTS[7], window) for window in (20, 512)),
 ]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -147,6 +153,27 @@ def test_values_against_fp64(
         # zero
         for rows in case.rows():
             assert relative_error(got[rows], exact[rows]) < 0.01 or exact[rows].norm() < 1e-9
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 3000])
+def test_the_gradient_of_sinks(tokens: int) -> None:
+    """Against FP64, with the log-sum-exps of the forward; added once, and repeated."""
+    heads, dim = 16, 64
+    case = make([tokens], (heads, 2, dim), "bf16")
+    sinks = torch.linspace(-3, 8, heads).bfloat16().cuda()
+    ends = torch.tensor([tokens], dtype=torch.int32, device="cuda")
+    first = torch.zeros_like(ends)
+    places = first, ends, first, ends
+    packed = case.queries, case.query_scales, case.keys
+    output, lse = prefill_attention(*packed, *places, tokens, tokens, 100, sinks)
+    delta = (case.d_output.double() * output.double()).sum(-1)
+    weights = torch.exp(sinks.double() - lse.double() * math.log(2.0))
+    exact = 1.0 - (weights * delta).sum(0)
+    grads = [torch.ones(heads, device="cuda") for _ in range(3)]
+    for grad in grads:
+        sinks_backward(sinks, output, lse, case.d_output, grad)
+    assert relative_error(grads[0], exact) < 1e-5
+    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
 
 
 @pytest.mark.usefixtures("large")

@@ -3,6 +3,7 @@ library and the other tokens; routing and gradients are the specification's.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from isobit.kernels.operands import (
 from isobit.kernels.spec import experts as routing_specification
 from isobit.kernels.spec import experts as specification
 from isobit.kernels.spec import linear as dense_specification
+from isobit.kernels.spec.backend import SpecBackend
 from isobit.kernels.spec.experts import one_expert
 from isobit.kernels.spec.quantise import publish as publish_on_cpu
 from isobit.kernels.triton.dispatch import gather, make_dispatch, most_rows
@@ -84,7 +86,12 @@ class Layer:
     def on_cpu(self) -> tuple[LinearWeight, LinearWeight]:
         weights = zip((self.gate_up, self.down), self.masters, strict=True)
         gate_up, down = (
-            LinearWeight(w.site, publish_on_cpu(w.site, master.cpu())) for w, master in weights
+            LinearWeight(
+                w.site,
+                publish_on_cpu(w.site, master.cpu()),
+                None if w.bias is None else w.bias.cpu(),
+            )
+            for w, master in weights
         )
         return gate_up, down
 
@@ -108,6 +115,14 @@ def routed(sizes: Sizes, tokens: int) -> Routing:
     logits[:, 0] += 2
     logits[:, -1] = -100
     return choose(logits, sizes.top_k, True)
+
+
+def with_biases(layer: Layer, sizes: Sizes) -> Layer:
+    gate_up = drawn(6, 2 * sizes.count * sizes.width).bfloat16()
+    down = drawn(7, sizes.count * sizes.hidden).bfloat16()
+    return Layer(
+        layer.masters, replace(layer.gate_up, bias=gate_up), replace(layer.down, bias=down)
+    )
 
 
 def part(routing: Routing, rows: slice) -> Routing:
@@ -351,6 +366,43 @@ def test_gradients_are_as_close_to_autograd_as_the_specifications(
         assert mine < 1.05 * other + 1e-4, (name, mine, other)
     last = [part.chunk(sizes.count)[-1] for part in ours[2:]]
     assert all((part == 1).all() for part in last)  # nobody went there
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("layer", ["small", "odd"])
+def test_biases_and_a_clamped_gate_are_the_specifications(layer: str, format: Format) -> None:
+    """Forward, and gradients of x, the weights, the matrices and the biases."""
+    sizes, tokens = LAYERS[layer], 300
+    made, routing = with_biases(make(sizes, format), sizes), routed(sizes, tokens)
+    x, dy = (drawn(seed, tokens, sizes.hidden).bfloat16() for seed in (4, 5))
+    results: list[list[torch.Tensor]] = []
+    sides: list[tuple[Any, ...]] = [
+        (GPU, (made.gate_up, made.down), routing, "cuda"),
+        (SpecBackend(), made.on_cpu(), to_cpu(routing), "cpu"),
+    ]
+    for kernels, weights, chosen, place in sides:
+        one_x, one_dy = x.to(place), dy.to(place)
+        read = kernels.linear_input(one_x, weights[0].site).read
+        y = kernels.experts(read, chosen, *weights, "clamped_silu")
+        again, saved = kernels.experts_saving(
+            LinearInput(read, one_x), chosen, *weights, "clamped_silu"
+        )
+        assert torch.equal(y, again)
+        shapes = [master.shape for master in made.masters]
+        biases = [w.bias.shape for w in weights if w.bias is not None]
+        grads = ExpertGradients(*(torch.ones(shape, device=place) for shape in (*shapes, *biases)))
+        back = kernels.experts_backward(one_dy, saved, chosen, *weights, grads, "clamped_silu")
+        assert grads.gate_up_bias is not None and grads.down_bias is not None
+        of_biases = grads.gate_up_bias, grads.down_bias
+        results.append([y, *back, grads.gate_up, grads.down, *of_biases])
+    for ours, theirs in zip(*results, strict=True):
+        assert relative_error(ours.cpu(), theirs) < 0.02
+    idle = [part.chunk(sizes.count)[-1] for part in results[0][3:]]
+    assert all((part == 1).all() for part in idle)
+    few = slice(0, 5)  # a token's output does not depend on the others
+    read = linear_input(x[few], made.gate_up.site).read
+    alone = experts(read, part(routing, few), made.gate_up, made.down, "clamped_silu")
+    assert torch.equal(alone, results[0][0][few])
 
 
 @pytest.mark.usefixtures("large")

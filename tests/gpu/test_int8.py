@@ -4,6 +4,7 @@ product is cut up; gradients as near as the format allows; one function in rollo
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from isobit.config.precision import Preset
 from isobit.kernels.backend import backend_of
 from isobit.kernels.hopper.int8 import Dots, Persistent, Tiles
-from isobit.kernels.operands import HeadWeight, LinearInput, LinearWeight, Operand, Routing
+from isobit.kernels.operands import Gate, HeadWeight, LinearInput, LinearWeight, Operand, Routing
 from isobit.kernels.spec import head as head_specification
 from isobit.kernels.spec import linear as linear_specification
 from isobit.kernels.spec import quantise as specification
@@ -133,13 +134,14 @@ def test_norm_is_quantised_as_it_is_rounded_whether_kept_or_not(columns: int) ->
         assert same(without, Int8Rows(made.values[rows], made.scales[rows]))
 
 
+@pytest.mark.parametrize("gate", get_args(Gate))
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_swiglu_is_quantised_as_it_is_rounded(columns: int) -> None:
+def test_swiglu_is_quantised_as_it_is_rounded(columns: int, gate: Gate) -> None:
     for gate_up in (3 * torch.randn(50, 2 * columns), wild(50, 2 * columns)):
         gate_up = gate_up.bfloat16().cuda()
-        made = swiglu_int8(gate_up)
-        assert same(made, specification.quantise_int8(swiglu(gate_up).cpu()))
-        alone = swiglu_int8(gate_up[7:8])
+        made = swiglu_int8(gate_up, gate=gate)
+        assert same(made, specification.quantise_int8(swiglu(gate_up, gate).cpu()))
+        alone = swiglu_int8(gate_up[7:8], gate=gate)
         assert same(alone, Int8Rows(made.values[7:8], made.scales[7:8]))
 
 

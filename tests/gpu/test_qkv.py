@@ -19,7 +19,7 @@ from isobit.util.errors import ConfigError
 from tests.gpu.kernels import encode_packed, encode_paged, gather_pages
 from tests.kernels.comparison import bits, same
 
-LAYOUTS = [(32, 8, 128), (14, 2, 64), (5, 5, 128), (16, 1, 64)]
+LAYOUTS = [(32, 8, 128), (14, 2, 64), (5, 5, 128), (16, 1, 64), (8, 8, 96), (4, 1, 256)]
 FORMATS: list[Format] = ["e4m3", "int8", "bf16"]
 NARROW: list[Format] = ["e4m3", "int8"]
 POSITIONS = 5000

@@ -9,7 +9,10 @@ from isobit.kernels.operands import QkvGradients, QkvTransform, RopeTable
 from isobit.kernels.spec.qkv import qkv_backward as qkv_backward_on_cpu
 from isobit.kernels.triton.qkv_backward import HEADS, N, qkv_backward
 
-LAYOUTS = [(32, 8, 128), (14, 2, 64), (5, 5, 128), (16, 1, 64), (2 * HEADS + 2, HEADS + 1, 64)]
+LAYOUTS = [
+    (32, 8, 128), (14, 2, 64), (5, 5, 128), (16, 1, 64), (2 * HEADS + 2, HEADS + 1, 64), (8, 8, 96),
+    (4, 1, 256),
+]  # fmt: skip
 POSITIONS = 5000
 MANY = 20 * N + 13
 EPSILON = 1e-6

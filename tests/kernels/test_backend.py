@@ -302,11 +302,13 @@ def test_what_a_device_does_not_compute_goes_to_the_next(
         ((32, 8, 128), True),
         ((16, 1, 64), True),
         ((32, 1, 128), False),
-        ((8, 8, 96), False),
+        ((8, 8, 96), True),
+        ((4, 1, 256), True),
+        ((8, 8, 80), False),
         ((9, 4, 64), False),
     ],
 )
-def test_heads_that_hopper_computes(heads: tuple[int, int, int], fits: bool) -> None:
+def test_heads_that_gpus_compute(heads: tuple[int, int, int], fits: bool) -> None:
     needs = ModelNeeds(*heads, "fp8")
     assert (hopper_support.model_problem(needs) is None) is fits
     assert (triton_support.model_problem(needs) is None) is fits

@@ -556,7 +556,6 @@ class ModelNeeds:
     head_dim: int
     preset: str
     linears: tuple[LinearShape, ...] = ()  # each shape once
-    gate: Gate = "silu"
     has_frozen_experts: bool = False
     has_delta_rule: bool = False
 

@@ -14,6 +14,7 @@ ulp in FP32, so operations round by ``rounded``, and an observer sees the number
 as ``NAME.unrounded``.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ Gate = Literal["silu", "gelu_tanh", "clamped_silu"]
 and ``up`` clamped x / (1 + exp(-SWIGLU_ALPHA x)), which multiplies up + 1.
 """
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+GELU_STEEP, GELU_CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
 
 Operand = torch.Tensor | Quantised
 """An operand of a product: quantised, or in the format between operators."""

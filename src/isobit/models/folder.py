@@ -39,7 +39,6 @@ from isobit.models.adapters import (
 from isobit.models.checkpoint import FolderCheckpoint, read_json
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape
-from isobit.models.families import FAMILIES
 from isobit.models.function import SampledPolicy
 from isobit.models.hub import hub_folder, is_hub_name
 from isobit.models.master_values import MasterValues
@@ -77,10 +76,9 @@ def model_needs(config: ModelConfig, preset: str) -> backend.ModelNeeds:
     every = (site.linear for site in decoder_shape(config).sites)
     linears = {(linear.rows, linear.in_features): linear for linear in every if linear is not None}
     sizes = config.num_heads, config.num_kv_heads, config.head_dim
-    gate = FAMILIES[config.family].gate
     is_frozen = config.lora is not None and config.experts is not None
     shapes = tuple(linears.values())
-    return backend.ModelNeeds(*sizes, preset, shapes, gate, is_frozen, config.delta is not None)
+    return backend.ModelNeeds(*sizes, preset, shapes, is_frozen, config.delta is not None)
 
 
 def read_config(folder: Path) -> ModelConfig:

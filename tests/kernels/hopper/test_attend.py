@@ -117,7 +117,7 @@ def test_what_the_backward_reads_of_some_tokens(dtype: torch.dtype) -> None:
     keys = PackedKeys(made(2, 8), scales(scale, 2), made(2, 8, dtype=wide), scales(scale, 2))
     output, sums = made(4, 8, dtype=torch.bfloat16), made(4, dtype=torch.float32)
     index = torch.tensor([0, 1, 2, 0, 1, 6])
-    whole = Attended(queries, keys, output, sums, 5)
+    whole = Attended(queries, keys, output, sums, 5, None)
     some = whole.rows(index)
     assert some.window == 5
     pairs = list(zip(tensors_of(whole), tensors_of(some), strict=True))

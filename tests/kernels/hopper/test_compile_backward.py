@@ -35,7 +35,8 @@ def quantise_columns(columns: int, gated: bool, rows: bool, power_of_two: bool) 
     """What a launch over a whole matrix is compiled with."""
     return {
         **dict.fromkeys(("C", "OUT", "OUT_ROW", "COLUMNS"), columns),
-        "X_ROW": columns * (1 + gated), "GATED": gated, "ROWS": rows, "POWER_OF_TWO": power_of_two,
+        "X_ROW": columns * (1 + gated), "GATE": "silu" if gated else None, "ROWS": rows,
+        "POWER_OF_TWO": power_of_two,
     }  # fmt: skip
 
 
@@ -56,11 +57,11 @@ QUANTISED = {
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantise(name: str) -> None:
     constants = QUANTISED[name]
-    gated, rows, power_of_two = (constants[name] for name in ("GATED", "ROWS", "POWER_OF_TWO"))
+    gate, rows, power_of_two = (constants[name] for name in ("GATE", "ROWS", "POWER_OF_TWO"))
     made = compile_for_hopper(
         token_groups._quantise_kernel, TYPES, constants, token_groups.WARPS, source=GluonASTSource
     )
-    assert_strips(made, 4 * (1 + gated), 4 * rows, 4, power_of_two)
+    assert_strips(made, 4 if gate is None else 8, 4 * rows, 4, power_of_two)
     assert made.programs >= (5 if power_of_two else 4)
 
 
@@ -74,6 +75,7 @@ def test_swiglu_backward_quantise(columns: int, power_of_two: bool) -> None:
             "WHOLE": -(-columns // 128) * 128,
             "COLUMNS": 2 * columns,
             "POWER_OF_TWO": power_of_two,
+            "GATE": "silu",
         },
         token_groups.WARPS,
         source=GluonASTSource,
@@ -87,6 +89,7 @@ def test_swiglu_backward_quantise(columns: int, power_of_two: bool) -> None:
 )
 def test_swiglu_backward(quantises: bool, power_of_two: bool) -> None:
     constants: dict[str, Any] = {"C": 12288, "WIDTH": 1024, "POWER_OF_TWO": power_of_two}
+    constants |= {"GATE": "silu"}
     if not quantises:
         constants |= {"VALUES": None, "SCALES": None}
     types = TYPES | {"VALUES": E4M3}
@@ -100,7 +103,7 @@ def test_swiglu_backward(quantises: bool, power_of_two: bool) -> None:
 def test_swiglu_backward_in_int8(columns: int) -> None:
     chunk = quantise.chunk_of_row(columns)
     constants = {"C": columns, "WHOLE": columns, "LEVELS": quantise.levels(columns)}
-    constants |= {"CHUNK": chunk, "CHUNKS": -(-columns // chunk)}
+    constants |= {"CHUNK": chunk, "CHUNKS": -(-columns // chunk), "GATE": "silu"}
     launch = quantise.launch_of_chunks(columns)
     made = compile_for_hopper(
         pointwise._swiglu_backward_int8_kernel, TYPES | {"VALUES": "*i8"}, constants,

@@ -73,13 +73,14 @@ def test_combine(weighted: bool) -> None:
 @pytest.mark.parametrize("columns", [768, 96])
 def test_swiglu(columns: int, scaled: bool) -> None:
     sizes = {"C": columns, "GROUPS": 8 if columns > 128 else 1, "POWER_OF_TWO": True}
+    sizes |= {"GATE": "silu"}
     absent = {"LEVELS": None} if scaled else {"LEVELS": None, "SCALES": None}
     values = {"VALUES": E4M3 if scaled else "*bf16"}
     compiled(experts._swiglu_rows_kernel, sizes | absent, 4, values)
 
 
 def test_swiglu_in_int8() -> None:
-    sizes = {"C": 768, "GROUPS": 8, "POWER_OF_TWO": False, "LEVELS": 7}
+    sizes = {"C": 768, "GROUPS": 8, "POWER_OF_TWO": False, "LEVELS": 7, "GATE": "silu"}
     made = compiled(experts._swiglu_rows_kernel, sizes, 4, {"VALUES": "*i8"})
     assert made.wide_loads == 2 and "st.global.v2.b32" in made.ptx
 

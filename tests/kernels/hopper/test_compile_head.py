@@ -71,7 +71,7 @@ def test_publish(sizes: tuple[int, int | None], counted: bool, power_of_two: boo
 
 
 def test_swiglu() -> None:
-    constants = {"C": 12288, "WIDTH": 1024}
+    constants = {"C": 12288, "WIDTH": 1024, "GATE": "silu"}
     made = compile_for_hopper(quantise._swiglu_kernel, TYPES, constants, 4)
     assert made.wide_loads
 

@@ -65,7 +65,7 @@ def test_rows(columns: int) -> None:
 def test_swiglu(columns: int, is_kept: bool) -> None:
     constants = chunk_constants(columns)
     chunk = constants["CHUNK"]
-    constants |= {} if is_kept else {"KEPT": None}
+    constants |= {"GATE": "silu"} | ({} if is_kept else {"KEPT": None})
     launch = quantise.launch_of_chunks(columns)
     warps, registers = launch["num_warps"], launch["maxnreg"]
     made = compiled(quantise._swiglu_int8_kernel, constants, warps, maxnreg=registers)

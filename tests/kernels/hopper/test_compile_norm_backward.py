@@ -6,6 +6,7 @@ import pytest
 
 from isobit.kernels.triton import device_functions, head, pointwise, qkv_backward
 from tests.kernels.hopper.ahead_of_time import compile_for_hopper
+from tests.kernels.hopper.test_compile_qkv import half
 
 TYPES = {
     **dict.fromkeys(("DY", "H", "WEIGHT", "D_RESIDUAL", "DH", "HIDDEN", "D_HIDDEN"), "*bf16"),
@@ -75,8 +76,8 @@ NORMS = ("Q_NORM", "K_NORM", "Q_SUMS", "K_SUMS")
 )  # Qwen3, Qwen2, Llama and Mistral: nobody has biases and norms
 def test_qkv(absent: tuple[str, ...], layout: tuple[int, int, int], hadamard: bool) -> None:
     constants: dict[str, Any] = {
-        **dict(zip("HGD", layout, strict=True)), **dict.fromkeys(absent), "N": qkv_backward.N,
-        "HEADS": qkv_backward.HEADS, "HADAMARD": hadamard,
+        **dict(zip("HGD", layout, strict=True)), **dict.fromkeys(absent), "HALF": half(layout[2]),
+        "N": qkv_backward.N, "HEADS": qkv_backward.HEADS, "HADAMARD": hadamard,
     }  # fmt: skip
     made = compile_for_hopper(qkv_backward._qkv_kernel, TYPES, constants, qkv_backward.WARPS)
     assert made.wide_loads and made.wide_stores

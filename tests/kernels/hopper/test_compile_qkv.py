@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import triton
 
 from isobit.kernels.triton import attend, qkv
 from isobit.kernels.triton.heads import PAGE_TOKENS
@@ -24,6 +25,11 @@ def value_types(format: str, paged: bool) -> dict[str, str]:
     key = {"e4m3": E4M3, "int8": "*i8", "bf16": "*bf16"}[format]
     scales = dict.fromkeys(SCALES, "*fp32" if format == "int8" else "*u8")
     return scales | {"Q": key, "K": key, "V": key if paged or format == "bf16" else "*fp16"}
+
+
+def half(dim: int) -> int:
+    """Numbers of one of a vector's two parts."""
+    return triton.next_power_of_2(dim) // 2
 
 
 SCALES = ("K_SCALE", "V_SCALE", "K_SCALE_OUT", "V_SCALE_OUT")
@@ -70,8 +76,8 @@ def test_encode(
     absent: tuple[str, ...], dim: int, format: str, paged: bool, tiling: qkv.Tiling
 ) -> None:
     constants: dict[str, Any] = {
-        "H": 32, "G": 8, "D": dim, "TILE": PAGE_TOKENS, "N": tiling.tokens, "HEADS": tiling.heads,
-        "HADAMARD": format != "bf16", "FORMAT": format,
+        "H": 32, "G": 8, "D": dim, "HALF": half(dim), "TILE": PAGE_TOKENS, "N": tiling.tokens,
+        "HEADS": tiling.heads, "HADAMARD": format != "bf16", "FORMAT": format,
     }  # fmt: skip
     constants |= dict.fromkeys(("Q_SCALE", "K_SCALE", "V_SCALE")) if format == "bf16" else {}
     constants |= dict.fromkeys(absent if paged else (*absent, "SLOT"))
@@ -90,7 +96,8 @@ def test_encode(
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("format", ["bf16", "e4m3", "int8"])
 def test_gather(dim: int, format: str) -> None:
-    constants: dict[str, Any] = {"G": 8, "D": dim, "TILE": PAGE_TOKENS, "N": qkv._GATHERED}
+    constants: dict[str, Any] = {"G": 8, "D": dim, "WIDTH": 2 * half(dim), "TILE": PAGE_TOKENS}
+    constants |= {"N": qkv._GATHERED}
     constants |= dict.fromkeys(SCALES) if format == "bf16" else {}
     paged, packed = value_types(format, True), value_types(format, False)
     types = TYPES | paged | {"K_OUT": packed["K"], "V_OUT": packed["V"]}

@@ -1,7 +1,5 @@
 """Runs of blocks, and sizes that are no multiples of 128; without a GPU."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,8 +8,9 @@ from isobit.config.precision import PrecisionConfig
 from isobit.kernels.backend import ModelNeeds
 from isobit.kernels.hopper import sizes, support
 from isobit.kernels.triton import device_functions
+from isobit.kernels.triton import support as portable
 from isobit.models.folder import model_needs
-from isobit.models.shapes import model_shape
+from isobit.models.shapes import SHAPES, model_shape
 from isobit.precision.flow import LinearShape, Site
 from isobit.precision.quant_tensor import BLOCK, block_sizes
 
@@ -59,13 +58,14 @@ def test_sizes_that_the_copy_engine_does_not_take_are_refused_by_name(
     assert support.model_problem(needs(rows, columns, "bf16")) is None
 
 
-def test_a_model_with_another_gate_is_refused_by_name() -> None:
-    large = replace(model_shape("gemma-3-4b"), num_heads=32, num_kv_heads=16, head_dim=128)
-    found = {"MLP with GELU": large, "clamped SwiGLU, sinks": model_shape("gpt-oss-20b")}
-    for said, shape in found.items():
-        for preset in ("bf16", "fp8", "int8"):
-            problem = support.model_problem(model_needs(shape, preset))
-            assert problem is not None and said in problem
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_named_shape_is_computed_but_delta_nets(name: str) -> None:
+    shape = model_shape(name)
+    why = None if shape.delta is None else "gated delta nets are computed on CPUs alone"
+    for preset in ("bf16", "fp8", "int8"):
+        needs = model_needs(shape, preset)
+        for one in (support, portable):
+            assert one.model_problem(needs) == why
 
 
 @pytest.mark.parametrize("shape", ["smollm2-135m", "smollm2-360m", "qwen3-8b"])

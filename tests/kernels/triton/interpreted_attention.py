@@ -90,7 +90,9 @@ def prepare() -> None:
     torch.manual_seed(0)
 
 
-def exact(q: Heads, k: Heads, v: Heads, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def exact(
+    q: Heads, k: Heads, v: Heads, window: int | None, sinks: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed heads of one sequence -> the specification's output [T, H, D], log-sum-exp [T, H]."""
     tokens = q.values.shape[0]
     queries = q.map(lambda x: x.view(1, tokens, KEYS, -1, *x.shape[2:]).movedim(1, 3).contiguous())
@@ -100,7 +102,7 @@ def exact(q: Heads, k: Heads, v: Heads, window: int | None) -> tuple[torch.Tenso
         first = j * EXACT_TILE
         return KeyTile.build(pair.map(lambda x: x[:, :, :, first : first + width].contiguous()))
 
-    made = attend(queries, torch.arange(1, tokens + 1)[None], tile_at, window)
+    made = attend(queries, torch.arange(1, tokens + 1)[None], tile_at, window, sinks)
     output = made.output.movedim(3, 1).reshape(q.values.shape)
     return output, made.log_sum_exp.movedim(3, 1).reshape(tokens, HEADS)
 
@@ -148,20 +150,26 @@ class Case:
         return cls.of([Heads.encode(x.bfloat16(), format) for x in made], format)
 
     def prefill(
-        self, build: Build, window: int | None, first: int = 0, last: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, build: Build, window: int | None, first: int = 0, last: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """The queries of a chunk, behind a sequence of one token that is not looked at."""
         last = len(self.queries) if last is None else last
         rows = torch.tensor([0, *range(first, last)])
         counts, lengths = ([1, count] for count in (last - first, last))
         output, sums = prefill_attention(
             take(self.queries, rows), take(self.query_scales, rows), self.packed, ints([0, 1]),
-            ints(counts), ints([0, 0]), ints(lengths), max(counts), last, window, build=build,
+            ints(counts), ints([0, 0]), ints(lengths), max(counts), last, window, sinks,
+            build=build,
         )  # fmt: skip
         return output[1:], sums[1:]
 
     def decode(
-        self, build: Build, window: int | None, rows: list[int]
+        self,
+        build: Build,
+        window: int | None,
+        rows: list[int],
+        sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens of the sequence, as so many sequences that share their pages."""
         pages = -(-len(self.queries) // PAGE_TOKENS)
@@ -169,7 +177,7 @@ class Case:
         index = torch.tensor(rows)
         return decode_attention(
             take(self.queries, index), take(self.query_scales, index), self.pages, table,
-            ints([row + 1 for row in rows]), len(self.queries), window, build=build,
+            ints([row + 1 for row in rows]), len(self.queries), window, sinks, build=build,
         )  # fmt: skip
 
 
@@ -183,18 +191,34 @@ def ints(values: list[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def check(build: Build, format: Format, dim: int, window: int | None, length: int) -> None:
+SINKS = torch.tensor([-3.0, 0.5, 4.0, 20.0]).bfloat16()
+"""From one that takes next to nothing to one that takes nearly all."""
+
+
+def check(
+    build: Build,
+    format: Format,
+    dim: int,
+    window: int | None,
+    length: int,
+    sinks: torch.Tensor | None = None,
+) -> None:
     case = Case.random(format, length, dim)
     q, k, v = case.heads
-    wanted, wanted_sums = exact(q, k, v, window)
-    output, sums = case.prefill(build, window)
+    wanted, wanted_sums = exact(q, k, v, window, sinks)
+    output, sums = case.prefill(build, window, sinks=sinks)
     error = (output.float() - wanted).norm() / wanted.norm()
     assert error < 3e-3, error  # of the output in BF16
+    if sinks is not None:  # whose heads differ in size
+        heads = (output.float() - wanted).norm(dim=(0, 2)) / wanted.norm(dim=(0, 2))
+        assert (heads < 3e-3).all(), heads
     torch.testing.assert_close(sums, wanted_sums, rtol=1e-5, atol=1e-4)
     rows = sorted({0, 30, 63, 64, length // 2, length - 2, length - 1} & set(range(length)))
-    assert all(map(torch.equal, case.decode(build, window, rows), (output[rows], sums[rows])))
+    assert all(
+        map(torch.equal, case.decode(build, window, rows, sinks), (output[rows], sums[rows]))
+    )
     first, last = length // 3 + 1, length - 3
-    chunk = case.prefill(build, window, first, last)
+    chunk = case.prefill(build, window, first, last, sinks)
     assert all(map(torch.equal, chunk, (output[first:last], sums[first:last])))
 
 
@@ -202,7 +226,7 @@ def check_parts(build: Build, format: Format) -> None:
     """Several of them, as a long sequence has."""
     whole = attention.PART
     attention.PART = PAGE_TOKENS
-    check(build, format, 64, None, 2 * PAGE_TOKENS + 44)
+    check(build, format, 64, None, 2 * PAGE_TOKENS + 44, SINKS)
     attention.PART = whole
 
 
@@ -232,6 +256,7 @@ def check_what_is_not_a_number(format: Format) -> None:
 def quick() -> None:
     prepare()
     check(PORTABLE, "e4m3", 96, 40, 100)
+    check(PORTABLE, "int8", 64, 40, 100, SINKS)
 
 
 def whole() -> None:
@@ -243,4 +268,7 @@ def whole() -> None:
     for format in FORMATS:
         for dim in (96, 128, 256):
             check(PORTABLE, format, dim, None, PAGE_TOKENS + 30)
+        for dim in (96, 256):
+            check(HOPPER, format, dim, 40, PAGE_TOKENS + 30)
+        check(HOPPER, format, 64, 40, PAGE_TOKENS + 30, SINKS)
         check_what_is_not_a_number(format)

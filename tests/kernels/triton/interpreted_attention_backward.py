@@ -6,10 +6,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from isobit.kernels.triton.attention import PackedKeys, prefill_attention
-from isobit.kernels.triton.attention_backward import attention_backward
+from isobit.kernels.triton.attention_backward import attention_backward, sinks_backward
 from isobit.precision.quant_tensor import Format
 from tests.kernels.comparison import relative_error
-from tests.kernels.triton.interpreted_attention import FORMATS, Case, ints, prepare, take
+from tests.kernels.triton.interpreted_attention import FORMATS, SINKS, Case, ints, prepare, take
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -81,8 +81,40 @@ def check(format: Format, dim: int, lengths: list[int], window: int | None) -> N
             assert relative_error(ours[rows], wanted[rows]) < 0.01 or norm < 1e-9
 
 
+def check_sinks() -> None:
+    """With autograd's gradients of sinks, and of what they take a part of."""
+    lengths, window = [70, 1, 20], 40
+    case = Case.random("bf16", sum(lengths), 64)
+    d_output = torch.randn(case.queries.shape).bfloat16()
+    counts = ints(lengths)
+    starts, longest = (counts.cumsum(0) - counts).int(), max(lengths)
+    packed = case.queries, case.query_scales, case.packed
+    places = starts, counts, starts, counts, longest, longest
+    output, sums = prefill_attention(*packed, *places, window, SINKS)
+    made = attention_backward(*packed, output, sums, d_output, starts, counts, longest, window)
+    before = torch.tensor([1.0, 2.0, -3.0, 0.0])
+    grad = before.clone()
+    sinks_backward(SINKS, output, sums, d_output, grad)
+
+    q, k, v = (x.dequantised().double().requires_grad_() for x in case.heads)
+    sinks, wide = SINKS.double().requires_grad_(), []
+    for rows in (slice(0, 70), slice(70, 71), slice(71, 91)):
+        place = torch.arange(rows.start, rows.stop)
+        behind = place[:, None] - place[None, :]
+        keys, values = (x[rows].repeat_interleave(2, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[rows], keys) / 8
+        scores = scores.masked_fill((behind < 0) | (behind >= window), -torch.inf)
+        last = sinks[:, None, None].expand(-1, len(place), 1)
+        weights = torch.cat([scores, last], 2).softmax(2)[:, :, :-1]
+        wide.append(torch.einsum("hqk,khd->qhd", weights, values))
+    exact = torch.autograd.grad(torch.cat(wide), (q, k, v, sinks), d_output.double())
+    for ours, wanted in zip((*made, grad - before), exact, strict=True):
+        assert relative_error(ours, wanted) < 0.01
+
+
 def quick() -> None:
     prepare()
+    check_sinks()
     check("int8", 64, [1, 70], 40)
 
 

@@ -43,7 +43,13 @@ from tests.models.policies import disturbed, whole_batch
 
 DENSE = ModelConfig("qwen3", 72, 64, 96, 1, 2, 1, 64, 256, 1e-6, 1e4, tied_embeddings=False)
 ADAPTED = replace(DENSE, lora=Lora(4, 8.0, LORA_TARGETS))
+PHI = replace(DENSE, family="phi3", num_kv_heads=2, head_dim=96)
+GEMMA = replace(
+    DENSE, family="gemma3_text", num_layers=2, head_dim=256, sliding_window=3,
+    windowless_layers=(1,), window_rope_theta=100.0,
+)  # fmt: skip
 MIXED = replace(DENSE, family="qwen3_moe", experts=Experts(4, 2, 40, renormalise=True))
+GPT_OSS = replace(MIXED, family="gpt_oss", num_layers=2, sliding_window=3, windowless_layers=(1,))
 LENGTHS = (3, 4)
 PROMPTS = ((5, 7, 9, 11, 13), (5, 8))
 NEW_TOKENS = 3
@@ -174,6 +180,24 @@ def int8() -> None:
 
 def adapters() -> None:
     check(ADAPTED, "int8")
+
+
+def phi() -> None:
+    check(PHI, "int8")
+
+
+def gemma() -> None:
+    check(GEMMA, "int8")
+
+
+def gpt_oss() -> None:
+    check(GPT_OSS, "int8")
+
+
+def gpt_oss_in_fp8() -> None:
+    """What is sampled alone: in E4M3 the gradients of two sinks a layer tell nothing."""
+    prepare()
+    check_sampled(policy_of(Interpreted, GPT_OSS, "fp8"))
 
 
 def experts_in_int8() -> None:

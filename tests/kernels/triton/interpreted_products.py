@@ -4,19 +4,20 @@ operands are the specification's.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import triton.language as tl
 from torch.nn.functional import pad
 from triton.runtime import interpreter
 
-from isobit.kernels.operands import LinearInput, LinearWeight
+from isobit.kernels.operands import Gate, LinearInput, LinearWeight
 from isobit.kernels.spec import linear as specification
 from isobit.kernels.spec import pointwise as spec_pointwise
 from isobit.kernels.spec.experts import one_expert
-from isobit.kernels.spec.quantise import decode_e4m3
+from isobit.kernels.spec.quantise import decode_e4m3, quantise_int8
 from isobit.kernels.triton import (
+    experts,
     grouped_gemm,
     int8_backward,
     linear,
@@ -41,6 +42,7 @@ from tests.kernels.triton.interpreted_e4m3 import prepare as prepare_e4m3
 from tests.kernels.triton.interpreted_gluon import interpret
 
 FORMATS: tuple[Format, ...] = ("bf16", "e4m3", "int8")
+GATES: tuple[Gate, ...] = get_args(Gate)
 
 
 def prepare() -> None:
@@ -202,6 +204,24 @@ def check_experts(format: Format, width: int, columns: int, tokens: int) -> None
         assert torch.equal(rows_of_it, theirs)
 
 
+def check_biases(width: int, tokens: int) -> None:
+    """Each row gets its expert's, padding none; an expert's gradient is the sum of its rows."""
+    count = 3
+    chosen = torch.stack([torch.randperm(count - 1) for _ in range(tokens)]).int()
+    dispatch = make_dispatch(chosen, count)
+    assert dispatch.experts is not None
+    labels, y = dispatch.experts.long(), make(dispatch.rows, width, exactly=False)
+    used, bias = labels >= 0, make(count, width, exactly=False)
+    wanted = y.clone()
+    wanted[used] = (y[used].float() + bias[labels[used]].float()).bfloat16()
+    weight = LinearWeight(site_of((width,), "bf16"), y, bias.flatten())
+    assert torch.equal(experts._biased(y.clone(), weight, dispatch, chosen), wanted)
+    d, grad = integers(dispatch.rows, width), torch.ones(count * width)
+    experts._add_bias_gradient(d, dispatch, grad)
+    sums = torch.stack([d[labels == index].float().sum(0) for index in range(count)])
+    assert torch.equal(grad, 1 + sums.flatten())
+
+
 def rows_of(x: Any, dispatch: Dispatch) -> GroupedRows:
     if isinstance(x, Int8Rows):
         return GroupedRows(x.values, x.scales[None, None])
@@ -209,7 +229,7 @@ def rows_of(x: Any, dispatch: Dispatch) -> GroupedRows:
 
 
 def check_pointwise(columns: int, tokens: int) -> None:
-    """Norm and SwiGLU, forward and backward, in E4M3 as bytes."""
+    """Norm and gates, forward and backward, in E4M3 as bytes."""
     site = site_of((columns, columns), "e4m3")
     h, x, dy = (make(tokens, columns, exactly=False) for _ in range(3))
     gate_up, weight = make(tokens, 2 * columns, exactly=False), torch.randn(columns).bfloat16()
@@ -221,17 +241,37 @@ def check_pointwise(columns: int, tokens: int) -> None:
     assert normed.norm is not None
     assert theirs.norm is not None
     assert relative_error(normed.norm, true) <= 1.02 * relative_error(theirs.norm, true)
-    gated = pointwise.swiglu_input(gate_up, site, save=True, as_bytes=True)
-    for made, wide in ((normed.input, normed.norm), (gated, quantise.swiglu(gate_up))):
-        assert made is not None
-        assert_read_and_saved(made, wide, site)
+    assert normed.input is not None
+    assert_read_and_saved(normed.input, normed.norm, site)
+    for gate in GATES:
+        rows = slice(None) if gate == "silu" else slice(3)
+        check_gate(gate, gate_up[rows], dy[rows], site)
+
+
+def check_gate(gate: Gate, gate_up: torch.Tensor, dy: torch.Tensor, site: Site) -> None:
+    """As near to the specification as another exponential and division are, and quantised as it is
+    rounded.
+    """
+    y, d = quantise.swiglu(gate_up, gate), pointwise.swiglu_backward_bf16(dy, gate_up, gate=gate)
+    theirs = spec_pointwise.swiglu(gate_up, gate), spec_pointwise.swiglu_gradient(dy, gate_up, gate)
+    for ours, exact in zip((y, d), theirs, strict=True):
+        assert (ours != exact).sum() <= 4 + 2e-3 * exact.numel()
+        assert relative_error(ours, exact) < 1e-3
+    gated = pointwise.swiglu_input(gate_up, site, save=True, gate=gate, as_bytes=True)
+    assert_read_and_saved(gated, y, site)
     for wgrad in ("e4m3", "bf16"):
         one = replace(site, wgrad=wgrad)
-        wide = pointwise.swiglu_backward_bf16(dy, gate_up)
-        ours = pointwise.swiglu_backward(dy, gate_up, one, as_bytes=True)
-        theirs = linear.output_gradient(wide, one, as_bytes=True)
-        assert same(ours.rows, theirs.rows)
-        assert same(ours.tokens, theirs.tokens)
+        made = pointwise.swiglu_backward(dy, gate_up, one, gate, as_bytes=True)
+        wanted = linear.output_gradient(d, one, as_bytes=True)
+        assert same(made.rows, wanted.rows)
+        assert same(made.tokens, wanted.tokens)
+    gate_up, dy, y, d = (x[:3] for x in (gate_up, dy, y, d))
+    assert same(quantise.swiglu_int8(gate_up, gate=gate), quantise_int8(y))
+    in_int8 = replace(site, dgrad="int8", wgrad="int8")
+    made = pointwise.swiglu_backward(dy, gate_up, in_int8, gate, as_bytes=True)
+    wanted = linear.output_gradient(d, in_int8, as_bytes=True)
+    assert same(made.rows, wanted.rows)
+    assert same(made.tokens, wanted.tokens)
 
 
 def assert_read_and_saved(made: LinearInput, wide: torch.Tensor, site: Site) -> None:
@@ -248,6 +288,7 @@ def quick() -> None:
     prepare()
     check_bf16(20, 40, 72)
     check_e4m3_backward((8,), 24, 5, (True,))
+    check_biases(40, 70)
 
 
 def whole() -> None:

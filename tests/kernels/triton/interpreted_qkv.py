@@ -24,7 +24,7 @@ from isobit.kernels.triton.qkv import encode_packed, encode_paged, gather_pages
 from isobit.kernels.triton.qkv_backward import qkv_backward
 from isobit.precision.quant_tensor import DTYPES, E4M3, Format
 
-LAYOUTS = [(3, 1, 64), (2, 1, 128), (2, 1, 256)]
+LAYOUTS = [(3, 1, 64), (2, 1, 96), (2, 1, 128), (2, 1, 256)]
 TOKENS, POSITIONS = 7, 50
 FORMATS = {
     tl.float32: (torch.float32, torch.int32),
@@ -193,6 +193,34 @@ def check_tensor_scales(layout: tuple[int, int, int], as_bytes: bool) -> None:
     assert torch.equal(in_pages.maxima, written)
 
 
+def check_norms(layout: tuple[int, int, int]) -> None:
+    """Sums of squares may round differently, and what follows from them."""
+    heads, keys, dim = layout
+    q_norm, k_norm = (1 + 0.3 * torch.randn(2, dim)).bfloat16()
+    transform = replace(make(layout, "bf16"), q_norm=q_norm, k_norm=k_norm)
+    qkv = random_vectors(TOKENS, heads + 2 * keys, dim).view(TOKENS, -1)
+    positions = torch.randint(0, POSITIONS, (TOKENS,))
+    rows = RopeTable(transform.cos, transform.sin).rows(positions)
+    queries, packed = encode_packed(qkv, transform, positions, "bf16")
+    made = specification.transform_qkv(0, qkv, transform, rows)
+    for ours, exact in zip((queries.values, packed.keys, packed.values), made, strict=True):
+        assert (ours != exact).float().mean() < 1e-2
+        assert (ours.float() - exact.float()).abs().max() <= exact.abs().max() * 2.0**-8
+
+    counts = [heads, keys, keys]
+    whole = torch.randn(TOKENS, sum(counts), dim).bfloat16()
+    dq, dk, dv = (x.contiguous() for x in whole.split(counts, 1))
+    sums = [[torch.zeros(dim), torch.zeros(dim), torch.zeros(qkv.shape[1])] for _ in range(2)]
+    ours, exact = (
+        backward(dq, dk, dv, qkv, transform, positions, QkvGradients(*grads))
+        for backward, grads in zip((qkv_backward, specification.qkv_backward), sums, strict=True)
+    )
+    assert (ours != exact).float().mean() < 1e-2
+    torch.testing.assert_close(ours, exact, rtol=2.0**-7, atol=1e-5)
+    for one, other in zip(*sums, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
 def check_backward(layout: tuple[int, int, int], format: Format) -> None:
     transform, (heads, keys, dim) = make(layout, format), layout
     qkv = random_vectors(TOKENS, heads + 2 * keys, dim).view(TOKENS, -1)
@@ -218,7 +246,16 @@ def main() -> None:
             check_forward(layout, format)
             check_backward(layout, format)
         check_forward(layout, "e4m3", as_bytes=True)
+        check_norms(layout)
         for as_bytes in (False, True):
             check_tensor_scales(layout, as_bytes)
         for bad in (torch.nan, torch.inf):
             check_forward(layout, "int8", bad)
+
+
+def quick() -> None:
+    """Heads whose size is no power of two."""
+    interpreter._convert_float = convert
+    torch.manual_seed(0)
+    check_forward((2, 1, 96), "int8")
+    check_backward((2, 1, 96), "int8")

@@ -40,7 +40,9 @@ SPILLED_BY_DECODE = {64: 48, 96: 8, 128: 8}
 """Where ptxas prefers five or four programs a multiprocessor to a few more registers."""
 
 
-def shape(format: str, dim: int, split: bool, window: int) -> tuple[dict[str, str], dict[str, Any]]:
+def shape(
+    format: str, dim: int, split: bool, window: int, sinks: bool
+) -> tuple[dict[str, str], dict[str, Any]]:
     """Types, and what decode and prefill have in common."""
     scale = "*u8" if format == "e4m3" else "*fp32"
     constants: dict[str, Any] = {
@@ -48,14 +50,17 @@ def shape(format: str, dim: int, split: bool, window: int) -> tuple[dict[str, st
         "TILE": PORTABLE.form(DTYPES[format], dim).tile, "SPLIT": split,
         "SCALED": format != "bf16", "WINDOW": window,
     }  # fmt: skip
+    constants |= {} if sinks else {"SINKS": None}
     if format == "bf16":
         constants |= dict.fromkeys(("Q_SCALE", "K_SCALE", "V_SCALE"))
     types = TYPES | dict.fromkeys("QKV", VALUES[format])
     return types | dict.fromkeys(("K_SCALE", "V_SCALE"), scale), constants
 
 
-def decode(format: str, dim: int, split: bool = False, window: int = 0) -> Compiled:
-    types, constants = shape(format, dim, split, window)
+def decode(
+    format: str, dim: int, split: bool = False, window: int = 0, sinks: bool = False
+) -> Compiled:
+    types, constants = shape(format, dim, split, window, sinks)
     form = PORTABLE.form(DTYPES[format], dim)
     constants |= {"PAGE": PAGE_TOKENS, "N": 16, "STAGES": form.decode_stages, "SEALS": True}
     return compile_portable(
@@ -64,8 +69,10 @@ def decode(format: str, dim: int, split: bool = False, window: int = 0) -> Compi
     )  # fmt: skip
 
 
-def prefill(format: str, dim: int, split: bool = False, window: int = 0) -> Compiled:
-    types, constants = shape(format, dim, split, window)
+def prefill(
+    format: str, dim: int, split: bool = False, window: int = 0, sinks: bool = False
+) -> Compiled:
+    types, constants = shape(format, dim, split, window, sinks)
     form = PORTABLE.form(DTYPES[format], dim)
     constants |= {"NQ": form.queries, "STAGES": form.prefill_stages}
     types |= {} if format == "bf16" else {"V": "*fp16"}
@@ -111,6 +118,18 @@ def test_every_card(format: str, dim: int, split: bool, window: int) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(("split", "window"), [(False, 128), (True, 0)])
+@pytest.mark.parametrize("format", VALUES)
+def test_sinks(format: str, split: bool, window: int) -> None:
+    """What they come to is behind the loop, whose products are the same."""
+    some, many = (make(format, 64, split, window, sinks=True) for make in (decode, prefill))
+    assert products(some) == products(many)
+    most = dict.fromkeys(SHARED, SPILLED_BY_DECODE[64] if format == "bf16" else 0)
+    assert_assembles(some, most)
+    assert_assembles(many)
+
+
+@pytest.mark.exhaustive
 def test_machine_code() -> None:
     for make in (decode, prefill):
         assert_multiplies_by(make("bf16", 128), "HMMA.16816.F32.BF16")
@@ -120,5 +139,6 @@ def test_machine_code() -> None:
 @pytest.mark.parametrize("dim", HEAD_SIZES)
 def test_join(dim: int) -> None:
     constants = {"H": 32, "D": dim, "WIDTH": triton.next_power_of_2(dim), "PART": attention.PART}
-    made = compile_portable(attention._join_kernel, TYPES, constants | {"WINDOW": 0}, 1)
-    assert_assembles(made)
+    for sinks in ({}, {"SINKS": None}):
+        more = {"WINDOW": 0, **sinks}
+        assert_assembles(compile_portable(attention._join_kernel, TYPES, constants | more, 1))

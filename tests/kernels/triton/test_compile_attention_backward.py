@@ -19,12 +19,13 @@ from tests.kernels.triton.assembled import (
 )
 
 TYPES = {
-    **dict.fromkeys(("Q", "K", "V", "DO", "DQ", "DK", "DV", "O"), "*bf16"),
+    **dict.fromkeys(("Q", "K", "V", "DO", "DQ", "DK", "DV", "O", "SINKS"), "*bf16"),
     **dict.fromkeys(("Q_OUT", "K_OUT", "V_OUT", "DO_OUT"), "*bf16"),
     **dict.fromkeys(("STATS", "K_SCALE", "Q_SCALE", "LSE", "K_SCALE_OUT", "V_SCALE"), "*fp32"),
+    "SUMS": "*fp32",
     **dict.fromkeys(("START", "LENGTH", "PADDED_START"), "*i32"),
     **dict.fromkeys(("c", "scale"), "fp32"),
-    "padded_tokens": "i32",
+    **dict.fromkeys(("padded_tokens", "tokens"), "i32"),
 }
 PRODUCT = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 SPILLED = {96: 128, 128: 128, 256: 8}
@@ -67,6 +68,14 @@ def test_products(which: str, dim: int, int8: bool, window: int) -> None:
 @pytest.mark.exhaustive
 def test_machine_code() -> None:
     assert_multiplies_by(keys_or_queries("keys", 128, False, 0), "HMMA.16816.F32.BF16")
+
+
+@pytest.mark.exhaustive
+def test_sinks() -> None:
+    constants = {"H": 64, "D": 64, "ROW": 64, "N": attention_backward.GROUP.value}
+    made = compile_portable(attention_backward._sinks_kernel, TYPES, constants, 4, fuses=True)
+    assert made.wide_loads
+    assert_assembles(made)
 
 
 @pytest.mark.few(1)

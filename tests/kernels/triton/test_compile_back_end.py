@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from isobit.kernels.operands import Gate
 from isobit.kernels.triton import attend, dispatch, experts, head, linear, optimiser
 from tests.kernels.hopper import test_compile_adapters as of_adapters
 from tests.kernels.hopper import test_compile_experts as of_experts
@@ -14,6 +15,7 @@ from tests.kernels.hopper import test_compile_optimiser as of_optimiser
 from tests.kernels.hopper import test_compile_qkv as of_pages
 from tests.kernels.hopper.ahead_of_time import Compiled
 from tests.kernels.triton.assembled import assert_assembles, compile_portable
+from tests.kernels.triton.test_compile_pointwise import GATES
 
 MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 EXPERTS, TOP_K = of_experts.NUM_EXPERTS, of_experts.TOP_K
@@ -83,13 +85,23 @@ def test_dispatch() -> None:
 
 
 @pytest.mark.few(1)
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("format", ["u8", "i8", "bf16"])
-def test_rows_of_swiglu(format: str) -> None:
-    sizes: dict[str, Any] = {"C": 768, "GROUPS": 8, "POWER_OF_TWO": True}
+def test_rows_of_swiglu(format: str, gate: Gate) -> None:
+    sizes: dict[str, Any] = {"C": 768, "GROUPS": 8, "POWER_OF_TWO": True, "GATE": gate}
     sizes |= {"LEVELS": 7 if format == "i8" else None}
     sizes |= {"SCALES": None} if format == "bf16" else {}
     types = of_experts.TYPES | {"VALUES": f"*{format}"}
     assembled(experts._swiglu_rows_kernel, types, sizes, 4)
+
+
+@pytest.mark.exhaustive
+def test_biases_of_experts() -> None:
+    types = of_experts.TYPES | {"Y": "*bf16", "BIAS": "*bf16", "D": "*bf16"}
+    sizes: dict[str, Any] = {"N": 5760, "WIDTH": experts._BIASED}
+    assembled(experts._bias_kernel, types, sizes, 4, fuses=True)
+    sizes |= {"WIDTH": 128, "ROWS": experts._SUMMED.value}
+    assembled(experts._bias_backward_kernel, types, sizes, 4, fuses=True)
 
 
 @pytest.mark.exhaustive

@@ -2,11 +2,12 @@
 their PTX assembles for every card since; kernels of Gluon have nothing of later generations.
 """
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from isobit.kernels.operands import Gate
 from isobit.kernels.triton import pointwise, quantise, token_groups, transpose
 from tests.kernels.hopper.test_compile_backward import QUANTISED
 from tests.kernels.triton.assembled import assert_assembles, compile_portable
@@ -20,27 +21,34 @@ TYPES = {
     "AMAX": "*i32",
     "epsilon": "fp32",
 }
+GATES: tuple[Gate, ...] = get_args(Gate)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", QUANTISED)
-def test_groups_of_tokens(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "gate"),
+    [*((name, "silu") for name in QUANTISED), *(("gated, tokens", gate) for gate in GATES[1:])],
+)
+def test_groups_of_tokens(name: str, gate: Gate) -> None:
+    constants = QUANTISED[name]
+    if constants["GATE"] is not None:
+        constants = constants | {"GATE": gate}
     made = compile_portable(
-        token_groups._quantise_kernel, TYPES, QUANTISED[name], token_groups.WARPS,
-        source=GluonASTSource,
-    )  # fmt: skip
+        token_groups._quantise_kernel, TYPES, constants, token_groups.WARPS, source=GluonASTSource
+    )
     assert made.wide_loads and "e4m3x2" not in made.ptx
     assert_assembles(made)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(("columns", "power_of_two"), [(12288, False), (576, True)])
-def test_swiglu_backward_in_groups_of_tokens(columns: int, power_of_two: bool) -> None:
+def test_swiglu_backward_in_groups_of_tokens(columns: int, power_of_two: bool, gate: Gate) -> None:
     whole = -(-columns // 128) * 128
+    constants = {"C": columns, "WHOLE": whole, "COLUMNS": 2 * columns, "GATE": gate}
     made = compile_portable(
         pointwise._swiglu_backward_quantise_kernel, TYPES,
-        {"C": columns, "WHOLE": whole, "COLUMNS": 2 * columns, "POWER_OF_TWO": power_of_two},
-        token_groups.WARPS, source=GluonASTSource,
+        constants | {"POWER_OF_TWO": power_of_two}, token_groups.WARPS, source=GluonASTSource,
     )  # fmt: skip
     assert made.wide_loads
     assert_assembles(made)
@@ -69,14 +77,18 @@ def test_norm_backward(columns: int) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("columns", [12288, 14336, 18944, 1536])
-def test_swiglu_in_int8(columns: int) -> None:
+@pytest.mark.parametrize(
+    ("columns", "gate"),
+    [*((n, "silu") for n in (12288, 14336, 18944, 1536)), (10240, "gelu_tanh"),
+     (2880, "clamped_silu")],
+)  # fmt: skip
+def test_swiglu_in_int8(columns: int, gate: Gate) -> None:
     chunk, launch = quantise.chunk_of_row(columns), quantise.launch_of_chunks(columns)
     chunks = {"C": columns, "CHUNK": chunk, "CHUNKS": -(-columns // chunk)}
-    chunks |= {"LEVELS": quantise.levels(columns)}
+    chunks |= {"LEVELS": quantise.levels(columns), "GATE": gate}
     for kernel, more in (
         (quantise._swiglu_int8_kernel, {}),
-        (pointwise._swiglu_backward_int8_kernel, {"WHOLE": columns}),
+        (pointwise._swiglu_backward_int8_kernel, {"WHOLE": -(-columns // 128) * 128}),
     ):
         made = compile_portable(
             kernel, TYPES | {"VALUES": "*i8"}, chunks | more, launch["num_warps"],
@@ -85,8 +97,9 @@ def test_swiglu_in_int8(columns: int) -> None:
         assert_assembles(made)
 
 
-@pytest.mark.exhaustive
-def test_swiglu() -> None:
+@pytest.mark.few(1)
+@pytest.mark.parametrize("gate", GATES)
+def test_swiglu(gate: Gate) -> None:
     sizes: dict[str, Any] = {"C": 12288, "WIDTH": 1024}
     for kernel, constants in (
         (quantise._swiglu_kernel, sizes),
@@ -97,7 +110,7 @@ def test_swiglu() -> None:
             sizes | {"POWER_OF_TWO": True, "VALUES": None, "SCALES": None},
         ),
     ):
-        made = compile_portable(kernel, TYPES, constants, 4)
+        made = compile_portable(kernel, TYPES, constants | {"GATE": gate}, 4)
         assert made.wide_loads
         assert_assembles(made)
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from isobit.kernels.triton import qkv, qkv_backward
-from isobit.kernels.triton.heads import PAGE_TOKENS
+from isobit.kernels.triton.heads import HEAD_SIZES, PAGE_TOKENS
 from tests.kernels.hopper import test_compile_norm_backward as of_backward
-from tests.kernels.hopper.test_compile_qkv import BIAS, OF_TENSORS, SCALES, TYPES, value_types
+from tests.kernels.hopper.test_compile_qkv import BIAS, OF_TENSORS, SCALES, TYPES, half, value_types
 from tests.kernels.triton.assembled import assert_assembles, compile_portable
 
 FORMATS = {"bf16": "bf16", "int8": "int8", "bytes": "e4m3"}
@@ -25,12 +25,12 @@ def types(format: str, paged: bool) -> dict[str, str]:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("tiling", qkv.TILINGS)
 @pytest.mark.parametrize("paged", [True, False])
-@pytest.mark.parametrize("dim", qkv.HEAD_SIZES)
+@pytest.mark.parametrize("dim", HEAD_SIZES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_encode(format: str, dim: int, paged: bool, tiling: qkv.Tiling) -> None:
     constants: dict[str, Any] = {
-        "H": 32, "G": 8, "D": dim, "TILE": PAGE_TOKENS, "N": tiling.tokens, "HEADS": tiling.heads,
-        "HADAMARD": format != "bf16", "FORMAT": format,
+        "H": 32, "G": 8, "D": dim, "HALF": half(dim), "TILE": PAGE_TOKENS, "N": tiling.tokens,
+        "HEADS": tiling.heads, "HADAMARD": format != "bf16", "FORMAT": format,
     }  # fmt: skip
     constants |= dict.fromkeys(("Q_SCALE", "K_SCALE", "V_SCALE")) if format == "bf16" else {}
     constants |= dict.fromkeys(BIAS if paged else (*BIAS, "SLOT")) | dict.fromkeys(OF_TENSORS)
@@ -41,10 +41,11 @@ def test_encode(format: str, dim: int, paged: bool, tiling: qkv.Tiling) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("dim", qkv.HEAD_SIZES)
+@pytest.mark.parametrize("dim", HEAD_SIZES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_gather(format: str, dim: int) -> None:
-    constants: dict[str, Any] = {"G": 8, "D": dim, "TILE": PAGE_TOKENS, "N": qkv._GATHERED}
+    constants: dict[str, Any] = {"G": 8, "D": dim, "WIDTH": 2 * half(dim), "TILE": PAGE_TOKENS}
+    constants |= {"N": qkv._GATHERED}
     constants |= dict.fromkeys(SCALES) if format == "bf16" else {}
     packed = types(format, False)
     outputs = {"K_OUT": packed["K"], "V_OUT": packed["V"]}
@@ -56,12 +57,12 @@ def test_gather(format: str, dim: int) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("dim", qkv.HEAD_SIZES)
+@pytest.mark.parametrize("dim", HEAD_SIZES)
 @pytest.mark.parametrize("absent", [of_backward.BIAS, of_backward.NORMS])
 def test_backward(absent: tuple[str, ...], dim: int) -> None:
     constants: dict[str, Any] = {
-        "H": 32, "G": 8, "D": dim, "N": qkv_backward.N, "HEADS": qkv_backward.HEADS,
-        "HADAMARD": True, **dict.fromkeys(absent),
+        "H": 32, "G": 8, "D": dim, "HALF": half(dim), "N": qkv_backward.N,
+        "HEADS": qkv_backward.HEADS, "HADAMARD": True, **dict.fromkeys(absent),
     }  # fmt: skip
     made = compile_portable(
         qkv_backward._qkv_kernel, of_backward.TYPES, constants, qkv_backward.WARPS

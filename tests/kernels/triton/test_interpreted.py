@@ -29,6 +29,10 @@ def test_more_attention_backward(tmp_path: Path) -> None:
     run_interpreted("tests.kernels.triton.interpreted_attention_backward:whole", tmp_path)
 
 
+def test_some_qkv(tmp_path: Path) -> None:
+    run_interpreted("tests.kernels.triton.interpreted_qkv:quick", tmp_path)
+
+
 @pytest.mark.exhaustive
 def test_qkv(tmp_path: Path) -> None:
     run_interpreted("tests.kernels.triton.interpreted_qkv:main", tmp_path)
@@ -62,6 +66,12 @@ def test_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("what", ["int8", "fp8", "adapters", "experts_in_int8", "experts_in_fp8"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "int8", "fp8", "adapters", "phi", "gemma", "gpt_oss", "gpt_oss_in_fp8", "experts_in_int8",
+        "experts_in_fp8",
+    ],
+)  # fmt: skip
 def test_models(what: str, tmp_path: Path) -> None:
     run_interpreted(f"tests.kernels.triton.interpreted_model:{what}", tmp_path)

@@ -37,12 +37,14 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from isobit.kernels.hopper.attention import HOPPER
+from isobit.kernels.triton import attention_backward as portable
 from isobit.kernels.triton.attention import PackedKeys
 from isobit.kernels.triton.attention_backward import BLOCK, GROUP, Copies
 
 # GROUP rows are a warpgroup's; BLOCK are a program's, and keys that the queries' kernel takes.
 KEY_STAGES, QUERY_STAGES = 3, 2  # buffers of each kernel
 SWIZZLED = gl.NVMMASharedLayout(128, 16, rank=2)  # BF16 tiles, as the tensor cores read them
+_HEAD_SIZES = 64, 128
 FLAT = gl.NVMMASharedLayout(0, 32, rank=1)  # FP32 vectors
 
 
@@ -472,10 +474,15 @@ def attention_backward(
     lengths[b] (int32 [B], at most max_length, disjoint).
 
     -> dq BF16 [T, H, D], dk and dv BF16 [T, G, D]; rows of no sequence are undefined.  Raises
-    ValueError for shapes and formats that attention on Hopper does not take, and for tensors that
-    are not contiguous.
+    ValueError for shapes and formats that attention does not take, and for tensors that are not
+    contiguous.  Heads of other sizes than 64 and 128 have the portable kernels.
     """
     (tokens, heads, dim), kv_heads = queries.shape, keys.keys.shape[1]
+    if dim not in _HEAD_SIZES:
+        return portable.attention_backward(
+            queries, query_scales, keys, output, log_sum_exp, d_output, starts, lengths,
+            max_length, window, HOPPER,
+        )  # fmt: skip
     made = Copies.of(
         queries, query_scales, keys, output, log_sum_exp, d_output, starts, lengths, max_length,
         HOPPER,

@@ -11,7 +11,6 @@ from isobit.kernels.triton.support import (
     figures,
     has_own_memory,
     is_present,
-    shared_problem,
     state_of,
     triton_problem,
 )
@@ -27,7 +26,6 @@ remedy = (
 )
 
 _HOPPER = 9
-HEAD_SIZES = (64, 128)
 K_MULTIPLE, N_MULTIPLE = 16, 8
 """Divisors of an FP8 linear's sizes: the copy engine reads rows of whole 16 bytes."""
 
@@ -60,13 +58,12 @@ def problem() -> str | None:
 
 
 def model_problem(needs: ModelNeeds) -> str | None:
-    problem = shared_problem(needs, HEAD_SIZES)
-    if problem is None and needs.preset != "bf16":
-        problems = (linear_problem(linear) for linear in needs.linears)
-        problem = next((one for one in problems if one is not None), None)
-    if problem is None or portable.model_problem(needs) is not None:
+    problem = portable.model_problem(needs)
+    if problem is not None or needs.preset == "bf16":
         return problem
-    return f"{problem}; back_end = 'triton' computes it"
+    problems = (linear_problem(linear) for linear in needs.linears)
+    problem = next((one for one in problems if one is not None), None)
+    return problem and f"{problem}; back_end = 'triton' computes it"
 
 
 def linear_problem(linear: LinearShape) -> str | None:

@@ -21,11 +21,11 @@ with s = 2 sqrt(2 / pi) (x + 0.044715 x^3).  gpt-oss clamps the gate from above 
 sides, and has y = x / (1 + exp(-a x)) * (up + 1); what is clamped has no gradient.
 """
 
-import math
-
 import torch
 
 from isobit.kernels.operands import (
+    GELU_CUBIC,
+    GELU_STEEP,
     SWIGLU_ALPHA,
     SWIGLU_LIMIT,
     Gate,
@@ -111,9 +111,6 @@ def _inverse_rms(wide: torch.Tensor, epsilon: float) -> torch.Tensor:
     return (row_sum(wide * wide) / wide.shape[-1] + epsilon).rsqrt()
 
 
-_STEEP, _CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715  # of GELU's s
-
-
 def swiglu(gate_up: torch.Tensor, gate: Gate = "silu") -> torch.Tensor:
     """[T, 2 C] -> [T, C] in the dtype of the input."""
     x, up = gate_up.float().chunk(2, -1)
@@ -133,7 +130,7 @@ def _clamped(x: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 def _exponent(x: torch.Tensor, gate: Gate) -> torch.Tensor:
     if gate == "gelu_tanh":
-        return _STEEP * (x + _CUBIC * (x * x * x))
+        return GELU_STEEP * (x + GELU_CUBIC * (x * x * x))
     return x if gate == "silu" else SWIGLU_ALPHA * x
 
 
@@ -168,7 +165,7 @@ def swiglu_gradient(
     active = x * sigmoid
     slope = active * (1.0 - sigmoid)
     if gate == "gelu_tanh":
-        slope = slope * (_STEEP * (1.0 + 3 * _CUBIC * (x * x)))
+        slope = slope * (GELU_STEEP * (1.0 + 3 * GELU_CUBIC * (x * x)))
     elif gate == "clamped_silu":
         slope = slope * SWIGLU_ALPHA
     d_gate, d_up = dy * up * (sigmoid + slope), dy * active

@@ -34,6 +34,7 @@ from isobit.kernels.operands import (
 )
 from isobit.kernels.spec.qkv import Heads
 from isobit.kernels.triton.attention import SCALES, PackedKeys, PagedKeys
+from isobit.kernels.triton.attention_backward import sinks_backward
 from isobit.kernels.triton.heads import PAGE_TOKENS
 from isobit.kernels.triton.memory import to_device
 from isobit.kernels.triton.products import Products
@@ -178,6 +179,7 @@ class Attended:
     output: torch.Tensor  # BF16 [T, H, D]
     log_sum_exp: torch.Tensor  # FP32 [T, H], base 2
     window: int | None
+    sinks: torch.Tensor | None
 
     def rows(self, index: torch.Tensor) -> "Attended":
         """The same of the tokens ``index``, on the GPU."""
@@ -201,6 +203,7 @@ class Attended:
             take(self.output),
             take(self.log_sum_exp),
             self.window,
+            self.sinks,
         )
 
 
@@ -239,17 +242,23 @@ class PackedAttention:
         if is_observed():
             observe_heads(layer, query_heads(queries), *_key_heads(keys, format))
         starts, lengths, longest = self._starts, self._lengths, self._longest
+        seen = transform.window, transform.sinks
         out, lse = self._products.prefill_attention(
             queries.values, queries.scales, keys, starts, lengths, starts, lengths, longest,
-            longest, transform.window,
+            longest, *seen,
         )  # fmt: skip
-        return out.view(qkv.shape[0], -1), Attended(queries, keys, out, lse, transform.window)
+        return out.view(qkv.shape[0], -1), Attended(queries, keys, out, lse, *seen)
 
     def backward(
         self, attended: Attended, d_output: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradient of [T, H D], BF16 -> dq [T, H, D], dk and dv [T, G, D]."""
+        """The gradient of [T, H D], BF16 -> dq [T, H, D], dk and dv [T, G, D]; adds that of the
+        sinks to ``sinks``, FP32 [H].
+        """
         queries, keys, output = attended.queries, attended.keys, attended.output
+        if sinks is not None and attended.sinks is not None:
+            sums = attended.log_sum_exp, d_output.view_as(output), sinks
+            sinks_backward(attended.sinks, output, *sums)
         return self._products.attention_backward(
             queries.values, queries.scales, keys, output, attended.log_sum_exp,
             d_output.view_as(output), self._starts, self._lengths, self._longest, attended.window,
@@ -291,7 +300,7 @@ class DecodeAttention:
         )
         out, _ = self._products.decode_attention(
             queries.values, queries.scales, pages, batch.table, batch.lengths, batch.max_length,
-            transform.window,
+            transform.window, transform.sinks,
         )  # fmt: skip
         return out.view(qkv.shape[0], -1)
 
@@ -357,15 +366,18 @@ class PagedAttention:
         )  # fmt: skip
         if is_observed():
             observe_heads(layer, query_heads(queries), *self._cache.read(layer, self._slots))
+        seen = transform.window, transform.sinks
         if self._chunks is None:
-            return self._attend_singles(layer, queries, transform.window).view(qkv.shape[0], -1)
-        out = self._attend_chunks(layer, queries, self._chunks, transform.window)
+            return self._attend_singles(layer, queries, *seen).view(qkv.shape[0], -1)
+        out = self._attend_chunks(layer, queries, self._chunks, *seen)
         if self._singles is not None:
-            singles = self._attend_singles(layer, queries, transform.window)
+            singles = self._attend_singles(layer, queries, *seen)
             out.index_copy_(0, self._singles.rows, singles)
         return out.view(qkv.shape[0], -1)
 
-    def _attend_singles(self, layer: int, queries: Queries, window: int | None) -> torch.Tensor:
+    def _attend_singles(
+        self, layer: int, queries: Queries, window: int | None, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         singles = self._singles
         assert singles is not None
         values, scales = queries.values, queries.scales
@@ -374,11 +386,17 @@ class PagedAttention:
             scales = None if scales is None else scales.index_select(0, singles.rows)
         pages = self._cache.layers[layer]
         return self._products.decode_attention(
-            values, scales, pages, singles.table, singles.lengths, singles.max_length, window
-        )[0]
+            values, scales, pages, singles.table, singles.lengths, singles.max_length, window,
+            sinks,
+        )[0]  # fmt: skip
 
     def _attend_chunks(
-        self, layer: int, queries: Queries, chunks: _Chunks, window: int | None
+        self,
+        layer: int,
+        queries: Queries,
+        chunks: _Chunks,
+        window: int | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         pages = self._cache.layers[layer]
         keys = gather_pages(
@@ -388,4 +406,5 @@ class PagedAttention:
         return self._products.prefill_attention(
             queries.values, queries.scales, keys, chunks.query_starts, chunks.query_counts,
             chunks.key_starts, chunks.lengths, chunks.max_count, chunks.max_length, window,
+            sinks,
         )[0]  # fmt: skip

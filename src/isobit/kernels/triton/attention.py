@@ -47,6 +47,11 @@ the tile of the first key that its queries see, and earlier parts are skipped.  
 seen no key yet has M = -inf, L = O = 0, which tiles of masked keys do not change: so prefill, whose
 queries share tiles, and decode agree.
 
+The sink of a head (``isobit.kernels.spec.attention``), a score z whose probability goes to no
+value, comes behind all parts, where o is divided by l:
+
+    M' = max(M, z log2(e))    l' = l 2^(M - M') + 2^(z log2(e) - M')    o' = o 2^(M - M') / l'
+
 A NaN in K or V reaches the output of every query that sees it.  One in V also reaches the earlier
 queries of its tile, since the weight of a masked key is multiplied too: beyond a sequence's length
 pages may hold any finite numbers, and scales of zero.
@@ -71,12 +76,7 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.triton.e4m3 import PRODUCT_SCALE, decoded
-from isobit.kernels.triton.heads import (
-    HEAD_SIZES,
-    MOST_QUERY_HEADS,
-    PAGE_TOKENS,
-    heads_problem,
-)
+from isobit.kernels.triton.heads import MOST_QUERY_HEADS, PAGE_TOKENS, heads_problem
 from isobit.precision.quant_tensor import AMAX_FLOOR, E4M3
 
 PART = 8192
@@ -105,7 +105,6 @@ class Form:
 class Build:
     """The kernels of a generation of cards."""
 
-    head_sizes: tuple[int, ...]
     form: Callable[[torch.dtype, int], Form]
     """Of a format, by the dtype of K, and a head size."""
     is_portable: bool
@@ -301,8 +300,21 @@ def _first_seen(position, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _with_sink(o, m, l, SINKS, head, AXIS: tl.constexpr):
+    """Add the sink of each query's head, if there are any; o has D along AXIS, or alone."""
+    if SINKS is None:
+        return o, m, l
+    else:
+        score = tl.load(SINKS + head).to(tl.float32) * 1.4426950408889634
+        m_new = tl.maximum(m, score)
+        decay = tl.math.exp2(m - m_new)
+        l = tl.math.fma(l, decay, tl.math.exp2(score - m_new))
+        return o * (decay if AXIS is None else tl.expand_dims(decay, AXIS)), m_new, l
+
+
+@triton.jit
 def _decode_kernel(
-    Q, Q_SCALE, K, K_SCALE, V, V_SCALE, TABLE, LENGTH, O, LSE, PART_O, PART_M, PART_L, c,
+    Q, Q_SCALE, K, K_SCALE, V, V_SCALE, SINKS, TABLE, LENGTH, O, LSE, PART_O, PART_M, PART_L, c,
     table_stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, PART: tl.constexpr, N: tl.constexpr,
@@ -399,6 +411,7 @@ def _decode_kernel(
         tl.store(PART_M + part_row, m, mask=valid)
         tl.store(PART_L + part_row, total, mask=valid)
     else:
+        acc, m, total = _with_sink(acc, m, total, SINKS, head, 0)
         tl.store(
             O + row[None, :] * D + d[:, None],
             (acc * (1.0 / total)[None, :]).to(tl.bfloat16),
@@ -422,7 +435,7 @@ def _join(o, m, l, part_o, part_m, part_l, AXIS: tl.constexpr):
 
 @triton.jit
 def _join_kernel(
-    PART_O, PART_M, PART_L, LENGTH, O, LSE, max_parts, H: tl.constexpr, D: tl.constexpr,
+    PART_O, PART_M, PART_L, SINKS, LENGTH, O, LSE, max_parts, H: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One program a query head and sequence: its parts in ascending order."""
@@ -441,6 +454,7 @@ def _join_kernel(
         row += H
         part_o = tl.load(PART_O + row * D + d, mask=inside, other=ZERO)
         o, m, l = _join(o, m, l, part_o, tl.load(PART_M + row), tl.load(PART_L + row), 0)
+    o, m, l = _with_sink(o, m, l, SINKS, h, None)
     o = (o * (1.0 / l)).to(tl.bfloat16)
     tl.store(O + (b * H + h) * D + d, o, mask=inside)
     tl.store(LSE + b * H + h, m + tl.math.log2(l))
@@ -536,8 +550,8 @@ def _prefill_part(
 
 @triton.jit
 def _prefill_kernel(
-    Q, Q_SCALE, K, K_SCALE, V, V_SCALE, Q_START, Q_COUNT, K_START, LENGTH, O, LSE, PART_O, PART_M,
-    PART_L, c, start,
+    Q, Q_SCALE, K, K_SCALE, V, V_SCALE, SINKS, Q_START, Q_COUNT, K_START, LENGTH, O, LSE, PART_O,
+    PART_M, PART_L, c, start,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     PART: tl.constexpr, NQ: tl.constexpr,
     STAGES: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr,
@@ -608,6 +622,7 @@ def _prefill_kernel(
             tl.store(PART_M + row, m, mask=valid)
             tl.store(PART_L + row, total, mask=valid)
             return
+    acc, m, total = _with_sink(acc, m, total, SINKS, h, 1)
     tl.store(O + place, (acc * (1.0 / total)[:, None]).to(tl.bfloat16), mask=stored)
     tl.store(LSE + row, m + tl.math.log2(total), mask=valid)
 
@@ -647,7 +662,7 @@ def _portable(dtype: torch.dtype, dim: int) -> Form:
     )  # fmt: skip
 
 
-PORTABLE = Build(HEAD_SIZES, _portable, is_portable=True)
+PORTABLE = Build(_portable, is_portable=True)
 
 
 def decode_attention(
@@ -658,11 +673,12 @@ def decode_attention(
     lengths: torch.Tensor,
     max_length: int,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
     build: Build = PORTABLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One query a sequence: E4M3 or INT8 [B, H, D] with FP32 scales [B, H], or BF16; table int32
     [B, pages], lengths int32 [B], at most max_length; a query sees the last ``window`` keys, or
-    all.
+    all; ``sinks`` [H].
 
     -> output BF16 [B, H, D] and log-sum-exp (base 2) FP32 [B, H].  The launch depends on B,
     max_length and the window alone, so it can be captured.
@@ -682,7 +698,7 @@ def decode_attention(
     (q, k, v), c = as_read(build, queries, pages.keys, pages.values)
     width = triton.next_power_of_2(dim)
     _decode_kernel[(kv_heads, batch, parts)](
-        q, query_scales, k, pages.key_scales, v, pages.value_scales,
+        q, query_scales, k, pages.key_scales, v, pages.value_scales, sinks,
         table, lengths, output, log_sum_exp,
         part_output, part_max, part_sum, c, table.stride(0),
         heads, kv_heads, dim, width, PAGE_TOKENS, form.tile, PART, _COLUMNS, form.decode_stages,
@@ -692,8 +708,8 @@ def decode_attention(
     )  # fmt: skip
     if parts > 1:
         _join_kernel[(heads, batch)](
-            part_output, part_max, part_sum, lengths, output, log_sum_exp, parts, heads, dim, width,
-            PART, window or 0, num_warps=1, enable_fp_fusion=False,
+            part_output, part_max, part_sum, sinks, lengths, output, log_sum_exp, parts, heads, dim,
+            width, PART, window or 0, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return output, log_sum_exp
 
@@ -709,11 +725,12 @@ def prefill_attention(
     max_count: int,
     max_length: int,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
     build: Build = PORTABLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed queries, E4M3 or INT8 [T, H, D] with FP32 scales [T, H], or BF16: of sequence b the
     last query_counts[b] of lengths[b] tokens; each sees the last ``window`` keys up to its own, or
-    all.
+    all; ``sinks`` [H].
 
     query_starts and key_starts (int32 [B]) are the first rows of a sequence's queries and keys. ->
     output BF16 [T, H, D] and log-sum-exp (base 2) FP32 [T, H].
@@ -732,7 +749,7 @@ def prefill_attention(
     # A launch reads what the one before it wrote: the stream keeps them in order.
     for start in range(0, max_length, PART):
         _prefill_kernel[(heads, triton.cdiv(max_count, form.queries), lengths.numel())](
-            q, query_scales, k, keys.key_scales, v, keys.value_scales,
+            q, query_scales, k, keys.key_scales, v, keys.value_scales, sinks,
             query_starts, query_counts, key_starts,
             lengths, output, log_sum_exp, part_output, part_max, part_sum, c, start,
             heads, kv_heads, dim, triton.next_power_of_2(dim), form.tile, PART, form.queries,
@@ -760,7 +777,7 @@ def checked(
             "E4M3 with scales and bytes, INT8 with FP32 scales, or BF16 without"
         )
     _, heads, dim = queries.shape
-    problem = heads_problem(heads, keys.keys.shape[1], dim, build.head_sizes)
+    problem = heads_problem(heads, keys.keys.shape[1], dim)
     if problem is not None:
         raise ValueError(problem)
     return build.form(queries.dtype, dim)

@@ -17,6 +17,9 @@ In INT8 the operands Q and K are the integers, so that the scores are the forwar
 belongs.  FP32 scales multiply Q K^T by row and by column, and dS before it is rounded.  V times its
 scale is rounded to BF16.
 
+A sink is a term of L alone, and its gradient is -sum of 2^(z log2(e) - L) delta over the queries,
+in FP32: each program leaves that of a block of tokens of one head (``add_block_sums``).
+
 With a sliding window w, w queries see a key, from its own position on, and neither kernel walks
 further.
 
@@ -50,6 +53,7 @@ from isobit.kernels.triton.attention import (
     as_read,
     checked,
 )
+from isobit.kernels.triton.device_functions import add_block_sums
 from isobit.kernels.triton.e4m3 import decoded
 
 GROUP = tl.constexpr(64)  # rows whose numbers lie together
@@ -255,6 +259,46 @@ def _queries_kernel(
     tl.store(DQ + at, (dq * scale).to(tl.bfloat16), mask=inside)
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def _sinks_kernel(
+    O, DO, LSE, SINKS, SUMS, tokens,
+    H: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One program N tokens of one head: their part of the sink's gradient, to SUMS [blocks, H]."""
+    block = tl.program_id(0)
+    h = tl.program_id(1)
+    token = block.to(tl.int64) * N + tl.arange(0, N)
+    inside = token < tokens
+    d = tl.arange(0, ROW)
+    row = token * H + h
+    wide = row[:, None] * D + d[None, :]
+    read = _within(inside[:, None], d, D, ROW, 0)
+    d_output = tl.load(DO + wide, mask=read, other=0.0).to(tl.float32)
+    delta = tl.sum(d_output * tl.load(O + wide, mask=read, other=0.0).to(tl.float32), 1)
+    score = tl.load(SINKS + h).to(tl.float32) * 1.4426950408889634
+    weight = tl.math.exp2(score - tl.load(LSE + row, mask=inside, other=float("inf")))
+    tl.store(SUMS + block * H + h, -tl.sum(weight * delta, 0))
+
+
+def sinks_backward(
+    sinks: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    d_output: torch.Tensor,
+    grad: torch.Tensor,
+) -> None:
+    """Add the gradient of the sinks [H] to ``grad``, FP32 [H]; the others as above, contiguous."""
+    tokens, heads, dim = output.shape
+    rows = GROUP.value
+    blocks = triton.cdiv(tokens, rows)
+    sums = log_sum_exp.new_empty((blocks, heads))
+    _sinks_kernel[(blocks, heads)](
+        output, d_output, log_sum_exp, sinks, sums, tokens, heads, dim, triton.next_power_of_2(dim),
+        rows, num_warps=4,
+    )  # fmt: skip
+    add_block_sums(sums, grad)
+
+
 @dataclass(frozen=True, slots=True)
 class Copies:
     """What the kernels walk: sequences on whole blocks."""
@@ -345,6 +389,7 @@ def attention_backward(
     lengths: torch.Tensor,
     max_length: int,
     window: int | None = None,
+    build: Build = PORTABLE,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of ``prefill_attention`` over whole sequences, with respect to the dequantised Q, K
     and V.
@@ -360,7 +405,7 @@ def attention_backward(
     (tokens, heads, dim), kv_heads = queries.shape, keys.keys.shape[1]
     made = Copies.of(
         queries, query_scales, keys, output, log_sum_exp, d_output, starts, lengths, max_length,
-        PORTABLE,
+        build,
     )  # fmt: skip
     dq = torch.empty_like(d_output)
     dk, dv = d_output.new_empty((2, tokens, kv_heads, dim))

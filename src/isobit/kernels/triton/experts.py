@@ -8,16 +8,16 @@ the choice does, so k distinct experts are found even among NaN.
 **Experts**, forward and backward over the rows of all choices (``dispatch``):
 
     rows of the choices, by expert              d_out = w * dy, BF16;   d_w = <dy, out>, FP32
-    gate_up = rows W_gate_up^T                  down: dX, and dW of each expert over its rows
+    gate_up = rows W_gate_up^T (+ bias)         down: dX, and dW of each expert over its rows
     activation, as down reads it                SwiGLU
-    out = activation W_down^T                   gate_up: dX and dW
+    out = activation W_down^T (+ bias)          gate_up: dX and dW
     y[t] = sum over ranks of w * out            dx[t] = sum over ranks of dX
 
 Sums over ranks are in FP32 in their order, rounded once.  Products are those of a back end
-(``products``).  Where it is faster, few tokens use the masked layout; more tokens, and passes with
-a backward, use the contiguous one.  Both give the same bits.  With a backward, padding is zeros, so
-the quantisers of the dense linear can take all rows in groups of 128, none of which mixes two
-experts.  DGrad transposes the matrices a layer at a time.
+(``products``); a bias is added to them in FP32 and rounded.  Where it is faster, few tokens use the
+masked layout; more tokens, and passes with a backward, use the contiguous one.  Both give the same
+bits.  With a backward, padding is zeros, so the quantisers of the dense linear can take all rows in
+groups of 128, none of which mixes two experts.  DGrad transposes the matrices a layer at a time.
 """
 
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ from isobit.kernels.triton.dispatch import Dispatch, GroupedRows, combine, gathe
 from isobit.kernels.triton.grouped_gemm import ExpertMatrices
 from isobit.kernels.triton.int8_backward import transposed_parts
 from isobit.kernels.triton.linear import input_saved, output_gradient, wgrad
-from isobit.kernels.triton.pointwise import swiglu_backward, swiglu_saved
+from isobit.kernels.triton.pointwise import swiglu_backward, swiglu_backward_bf16, swiglu_saved
 from isobit.kernels.triton.products import Products
 from isobit.kernels.triton.quantise import (
     gated,
@@ -76,6 +76,7 @@ class SavedExperts:
 def _swiglu_rows_kernel(
     GATE_UP, PLACES, VALUES, SCALES, height,
     C: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr, LEVELS: tl.constexpr,
+    GATE: tl.constexpr,
 ):  # fmt: skip
     """One program GROUPS groups of one choice's row, gate before up; in BF16 without SCALES, in
     INT8 with LEVELS.
@@ -87,7 +88,7 @@ def _swiglu_rows_kernel(
     gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0)
     up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0)
     as_bytes: tl.constexpr = VALUES.dtype.element_ty == tl.uint8
-    y = gated(gate, up)
+    y = gated(gate, up, GATE)
     if SCALES is None:
         tl.store(VALUES + row * C + column, y, mask=inside)
     else:
@@ -104,6 +105,7 @@ def swiglu_rows(
     dispatch: Dispatch,
     scales: ScaleKind | Literal["int8"] | None,
     pads: bool,
+    gate: Gate = "silu",
     as_bytes: bool = False,
 ) -> GroupedRows:
     """BF16 [rows, 2 I] -> the activation as down reads it: in E4M3 with such scales, in INT8 or in
@@ -121,7 +123,7 @@ def swiglu_rows(
     _swiglu_rows_kernel[grid](
         gate_up, dispatch.places, values, out.scales, dispatch.height,
         columns, groups, scales == "power_of_two", levels(columns) if is_int8 else None,
-        num_warps=warps_of_row(groups * BLOCK), enable_fp_fusion=False,
+        gate, num_warps=warps_of_row(groups * BLOCK), enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -139,7 +141,7 @@ def experts(
     matrices = (ExpertMatrices.of(weight, num_experts) for weight in (gate_up, down))
     height = products.masked_height(tokens, *matrices)
     dispatch = make_dispatch(routing.experts, num_experts, height)
-    outputs = _multiply(products, x, dispatch, gate_up, down, pads=False)[1]
+    outputs = _multiply(products, x, routing, dispatch, gate_up, down, gate, pads=False)[1]
     return combine(outputs, dispatch, routing.weights)
 
 
@@ -154,7 +156,7 @@ def experts_saving(
     """The same bits, and what the backward reads; ``x.saved`` is x itself, BF16 [T, C]."""
     assert isinstance(x.saved, torch.Tensor)
     dispatch = make_dispatch(routing.experts, routing.logits.shape[1])
-    made, outputs = _multiply(products, x.read, dispatch, gate_up, down, pads=True)
+    made, outputs = _multiply(products, x.read, routing, dispatch, gate_up, down, gate, pads=True)
     saved = SavedExperts(x.saved, dispatch, made, outputs)
     return combine(outputs, dispatch, routing.weights), saved
 
@@ -168,24 +170,87 @@ def expert_site(weight: LinearWeight, num_experts: int) -> Site:
 def _multiply(
     products: type[Products],
     x: Operand,
+    routing: Routing,
     dispatch: Dispatch,
     gate_up: LinearWeight,
     down: LinearWeight,
+    gate: Gate,
     pads: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs of gate_up and down, BF16 [rows, 2 I] and [rows, C]."""
     num_experts = dispatch.counts.shape[0]
     wide = ExpertMatrices.of(gate_up, num_experts)
     made = products.grouped_gemm_nt(gather(x, dispatch, pads), wide, dispatch)
+    made = _biased(made, gate_up, dispatch, routing.experts)
     scales = {"e4m3": down.site.scales, "int8": "int8"}.get(down.site.forward)
-    activation = swiglu_rows(made, dispatch, scales, pads, products.as_bytes)
+    activation = swiglu_rows(made, dispatch, scales, pads, gate, products.as_bytes)
     if is_observed() and scales == "int8":
         assert activation.scales is not None
         places = dispatch.places.long()
         scales_of = activation.scales.flatten()[places]
         observe(activation.values[places], down.site.name, "input", scales=scales_of)
     narrow = ExpertMatrices.of(down, num_experts)
-    return made, products.grouped_gemm_nt(activation, narrow, dispatch)
+    outputs = products.grouped_gemm_nt(activation, narrow, dispatch)
+    return made, _biased(outputs, down, dispatch, routing.experts)
+
+
+_BIASED = 1024  # columns of a program that adds biases
+_SUMMED = tl.constexpr(32)  # rows whose running sums a program has
+
+
+@triton.jit
+def _bias_kernel(Y, BIAS, PLACES, EXPERTS, N: tl.constexpr, WIDTH: tl.constexpr):
+    """One program WIDTH columns of one choice."""
+    choice = tl.program_id(0).to(tl.int64)
+    row = tl.load(PLACES + choice).to(tl.int64)
+    expert = tl.load(EXPERTS + choice)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < N
+    y = tl.load(Y + row * N + column, mask=inside, other=0.0).to(tl.float32)
+    y += tl.load(BIAS + expert * N + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(Y + row * N + column, y.to(tl.bfloat16), mask=inside)
+
+
+def _biased(
+    y: torch.Tensor, weight: LinearWeight, dispatch: Dispatch, chosen: torch.Tensor
+) -> torch.Tensor:
+    """Add the bias of each choice's expert to its row of BF16 [rows, N], in place."""
+    if weight.bias is not None:
+        columns = y.shape[1]
+        _bias_kernel[(chosen.numel(), triton.cdiv(columns, _BIASED))](
+            y, weight.bias, dispatch.places, chosen, columns, _BIASED, num_warps=4
+        )
+    return y
+
+
+@triton.jit
+def _bias_backward_kernel(
+    D, STARTS, COUNTS, GRAD, N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
+):
+    """One program WIDTH columns of one expert."""
+    expert = tl.program_id(0)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < N
+    first = tl.load(STARTS + expert).to(tl.int64) * 128
+    count = tl.load(COUNTS + expert)
+    total = tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in range(0, count, ROWS):
+        row = start + tl.arange(0, ROWS)
+        at = D + (first + row)[:, None] * N + column[None, :]
+        read = (row < count)[:, None] & inside[None, :]
+        total += tl.load(at, mask=read, other=0.0).to(tl.float32)
+    at = GRAD + expert * N + column
+    tl.store(at, tl.load(at, mask=inside, other=0.0) + tl.sum(total, 0), mask=inside)
+
+
+def _add_bias_gradient(d: torch.Tensor, dispatch: Dispatch, grad: torch.Tensor) -> None:
+    """Add the sum of each expert's rows of BF16 [rows, N] to its part of ``grad``, FP32 [E N]: in
+    one order, by the number of its rows.
+    """
+    columns, width = d.shape[1], 128
+    _bias_backward_kernel[(len(dispatch.counts), triton.cdiv(columns, width))](
+        d, dispatch.starts, dispatch.counts, grad, columns, width, _SUMMED.value, num_warps=4
+    )
 
 
 @triton.jit
@@ -221,15 +286,26 @@ def experts_backward(
     as_bytes = products.as_bytes
     wide, narrow = (expert_site(weight, num_experts) for weight in (gate_up, down))
     d_outputs, d_weights = _weigh(dy, saved.outputs, dispatch, routing.weights)
+    if grads.down_bias is not None:
+        _add_bias_gradient(d_outputs, dispatch, grads.down_bias)
     d = output_gradient(d_outputs, narrow, as_bytes)
-    activation = swiglu_saved(saved.gate_up, narrow, as_bytes=as_bytes)
+    activation = swiglu_saved(saved.gate_up, narrow, gate, as_bytes)
     wgrad(products, d.tokens, activation, grads.down, narrow, dispatch)
     d_activation = _dgrad(products, d.rows, down, dispatch)
     del d_outputs, activation
-    d = swiglu_backward(d_activation, saved.gate_up, wide, as_bytes=as_bytes)
+    if grads.gate_up_bias is None:
+        d = swiglu_backward(d_activation, saved.gate_up, wide, gate, as_bytes)
+        del d_activation
+    else:
+        del d
+        d_made = swiglu_backward_bf16(d_activation, saved.gate_up, gate=gate)
+        del d_activation
+        _add_bias_gradient(d_made, dispatch, grads.gate_up_bias)
+        d = output_gradient(d_made, wide, as_bytes)
+        del d_made
     x = input_saved(gather(saved.x, dispatch, pads=True).values, wide, as_bytes)
     wgrad(products, d.tokens, x, grads.gate_up, wide, dispatch)
-    del d_activation, x
+    del x
     return combine(_dgrad(products, d.rows, gate_up, dispatch), dispatch), d_weights
 
 
@@ -330,6 +406,8 @@ def route(
 ) -> Routing:
     """x BF16 [T, C], the published router BF16 [E, C] -> the choice."""
     logits = products.bf16_gemm_nt(x, router, dtype=torch.float32)
+    if bias is not None:
+        logits.add_(bias)
     return choose(logits, top_k, renormalise)
 
 
@@ -387,4 +465,6 @@ def route_backward(
         d_logits += logit_gradient(routing, loss)
     if grad is not None:
         grad += torch.mm(d_logits.t(), x.float())  # one finished sum, however cuBLAS cuts it
+    if bias_grad is not None:
+        bias_grad += d_logits.sum(0)
     return torch.mm(d_logits, router.float()).to(x.dtype)

@@ -5,14 +5,12 @@ HEAD_SIZES = (64, 96, 128, 256)
 MOST_QUERY_HEADS = 16  # of one KV head
 
 
-def heads_problem(
-    heads: int, kv_heads: int, head_dim: int, sizes: tuple[int, ...] = HEAD_SIZES
-) -> str | None:
+def heads_problem(heads: int, kv_heads: int, head_dim: int) -> str | None:
     """Why attention does not take so many query and KV heads of that size, or None."""
     repeat, rest = divmod(heads, kv_heads)
-    if head_dim in sizes and not rest and repeat <= MOST_QUERY_HEADS:
+    if head_dim in HEAD_SIZES and not rest and repeat <= MOST_QUERY_HEADS:
         return None
-    *but_last, last = map(str, sizes)
+    *but_last, last = map(str, HEAD_SIZES)
     return (
         f"the model has {heads} query heads of {head_dim} over {kv_heads} KV heads, and attention "
         f"on the GPU takes head sizes {', '.join(but_last)} and {last} and 1 to {MOST_QUERY_HEADS} "

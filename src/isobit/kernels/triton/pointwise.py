@@ -1,5 +1,5 @@
-"""RMSNorm and SwiGLU with the quantisation that follows (``quantise``, ``token_groups``), their
-backwards, and that of the embedding.
+"""RMSNorm and SwiGLU, or another gate, with the quantisation that follows (``quantise``,
+``token_groups``), their backwards, and that of the embedding.
 
 **Embedding.**  A stable sort brings equal ids together and keeps their tokens in order.  The
 program at the first place of a run of equal ids adds the run's rows of d_hidden in FP32, starting
@@ -25,12 +25,13 @@ dy the gradient of y = silu(gate) * up, s = 1 / (1 + exp(-gate)) and silu = gate
 
     d gate = dy * up * (s + silu * (1 - s))        d up = dy * silu
 
-both rounded to BF16.  This is the largest operand of the backward, 2 C numbers a token.  A program
-computes a tile of both gradients in strips, with the functions of
-``isobit.kernels.triton.token_groups``; three inputs and two tiles in shared memory allow three
-programs a multiprocessor.  In INT8 a program takes a whole row, since each half has one scale, in
-chunks that it holds behind the Hadamard matrix; dy and gate are read twice, the second time from a
-cache.
+both rounded to BF16; of another ``Gate`` those of ``isobit.kernels.spec.pointwise``, where s is
+sigmoid of the function's own exponent and what is clamped has no gradient.  This is the largest
+operand of the backward, 2 C numbers a token.  A program computes a tile of both gradients in
+strips, with the functions of ``isobit.kernels.triton.token_groups``; three inputs and two tiles in
+shared memory allow three programs a multiprocessor.  In INT8 a program takes a whole row, since
+each half has one scale, in chunks that it holds behind the Hadamard matrix; dy and gate are read
+twice, the second time from a cache.
 """
 
 import torch
@@ -55,9 +56,16 @@ from isobit.kernels.triton.linear import (
     output_gradient,
 )
 from isobit.kernels.triton.quantise import (
+    _ALPHA,
+    _CUBIC,
+    _LIMIT,
+    _STEEP,
     QuantRows,
     amax_bits,
+    at_most,
     chunk_of_row,
+    clamped_up,
+    exponent,
     four_sigmoids,
     larger_size,
     launch_of_chunks,
@@ -251,29 +259,28 @@ def swiglu_input(
     as_bytes: bool = False,
 ) -> LinearInput:
     """gate_up BF16 [T, 2 C] -> ``swiglu`` as the linear ``site`` reads it."""
-    assert gate == "silu", "support.model_problem refuses the others"
     if site.forward not in EIGHT_BITS:
-        return linear_input(swiglu(gate_up), site, save, as_bytes)
+        return linear_input(swiglu(gate_up, gate), site, save, as_bytes)
     if save and site.wgrad == "e4m3":
         if site.forward == "int8":
-            return LinearInput(swiglu_int8(gate_up), swiglu_saved(gate_up, site, as_bytes=as_bytes))
-        return LinearInput(*swiglu_both(gate_up, site.scales, as_bytes))
+            read = swiglu_int8(gate_up, gate=gate)
+            return LinearInput(read, swiglu_saved(gate_up, site, gate, as_bytes))
+        return LinearInput(*swiglu_both(gate_up, site.scales, gate, as_bytes))
     kept = None
     if save:
         kept = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
     if site.forward == "int8":
-        return LinearInput(swiglu_int8(gate_up, kept), kept)
-    return LinearInput(swiglu_quantise(gate_up, site.scales, kept, as_bytes), kept)
+        return LinearInput(swiglu_int8(gate_up, kept, gate), kept)
+    return LinearInput(swiglu_quantise(gate_up, site.scales, kept, gate, as_bytes), kept)
 
 
 def swiglu_saved(
     gate_up: torch.Tensor, site: Site, gate: Gate = "silu", as_bytes: bool = False
 ) -> Operand:
     """``swiglu`` as the linear's WGrad reads it."""
-    assert gate == "silu", "support.model_problem refuses the others"
     if site.wgrad != "e4m3":
-        return swiglu(gate_up)
-    return swiglu_tokens(gate_up, site.scales, as_bytes)
+        return swiglu(gate_up, gate)
+    return swiglu_tokens(gate_up, site.scales, gate, as_bytes)
 
 
 def swiglu_backward(
@@ -284,36 +291,55 @@ def swiglu_backward(
     as_bytes: bool = False,
 ) -> OutputGradient:
     """[T, C] and [T, 2 C], BF16 -> the gradient of ``gate_up``, as dY of the linear ``site``."""
-    assert gate == "silu", "support.model_problem refuses the others"
     if site.dgrad == "int8":
-        return of_int8_rows(*swiglu_backward_int8(d_activation, gate_up), site, as_bytes)
+        return of_int8_rows(*swiglu_backward_int8(d_activation, gate_up, gate), site, as_bytes)
     if site.dgrad == site.wgrad == "e4m3":
-        made = swiglu_backward_quantise(d_activation, gate_up, site.scales, as_bytes)
+        made = swiglu_backward_quantise(d_activation, gate_up, site.scales, gate, as_bytes)
         return OutputGradient(*made)
     if site.dgrad == "e4m3" and not d_activation.shape[1] % BLOCK:
         rows = QuantRows.empty(*gate_up.shape, gate_up.device)
         to = rows.written(as_bytes)
-        return OutputGradient(rows, swiglu_backward_bf16(d_activation, gate_up, to, site.scales))
-    return output_gradient(swiglu_backward_bf16(d_activation, gate_up), site, as_bytes)
+        made = swiglu_backward_bf16(d_activation, gate_up, to, site.scales, gate)
+        return OutputGradient(rows, made)
+    return output_gradient(swiglu_backward_bf16(d_activation, gate_up, gate=gate), site, as_bytes)
 
 
 @triton.jit
-def _gate_gradient(dy, gate, up):
+def _gate_gradient(dy, gate, up, GATE: tl.constexpr):
     """FP32 each -> BF16."""
-    sigmoid = 0.25 * four_sigmoids(gate)
-    return (dy * up * (sigmoid + gate * sigmoid * (1.0 - sigmoid))).to(tl.bfloat16)
+    x = gate
+    if GATE == "clamped_silu":
+        x = at_most(gate)
+        up = clamped_up(up)
+    sigmoid = 0.25 * four_sigmoids(exponent(x, GATE))
+    d = dy * up
+    slope = x * sigmoid * (1.0 - sigmoid)
+    if GATE == "gelu_tanh":
+        slope *= (x * x * (3 * _CUBIC) + 1.0) * _STEEP
+    elif GATE == "clamped_silu":
+        slope *= _ALPHA
+    d *= sigmoid + slope
+    if GATE == "clamped_silu":
+        d = tl.where(gate > _LIMIT, 0.0, d)
+    return d.to(tl.bfloat16)
 
 
 @triton.jit
-def _up_gradient(dy, gate):
-    """FP32 each -> BF16."""
-    return (dy * (gate * (0.25 * four_sigmoids(gate)))).to(tl.bfloat16)
+def _up_gradient(dy, gate, up, GATE: tl.constexpr):
+    """FP32 each -> BF16; ``up`` is read only where it is clamped."""
+    x = gate
+    if GATE == "clamped_silu":
+        x = at_most(gate)
+    d = dy * (x * (0.25 * four_sigmoids(exponent(x, GATE))))
+    if GATE == "clamped_silu":
+        d = tl.where(tl.abs(up) > _LIMIT, 0.0, d)
+    return d.to(tl.bfloat16)
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
 def _swiglu_backward_kernel(
     DY, GATE_UP, OUT, VALUES, SCALES, scale_stride, C: tl.constexpr, WIDTH: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """One program WIDTH columns of one row; with VALUES, where C is whole groups of 128, also in
     row groups.
@@ -325,8 +351,8 @@ def _swiglu_backward_kernel(
     dy = tl.load(DY + row * C + column, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0).to(tl.float32)
-    d_gate = _gate_gradient(dy, gate, up)
-    d_up = _up_gradient(dy, gate)
+    d_gate = _gate_gradient(dy, gate, up, GATE)
+    d_up = _up_gradient(dy, gate, up, GATE)
     tl.store(OUT + row * 2 * C + column, d_gate, mask=inside)
     tl.store(OUT + row * 2 * C + C + column, d_up, mask=inside)
     if VALUES is not None:
@@ -345,7 +371,7 @@ def _swiglu_backward_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def _swiglu_backward_int8_kernel(
     DY, GATE_UP, OUT, VALUES, SCALES, AMAX, tokens, C: tl.constexpr, WHOLE: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LEVELS: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LEVELS: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """One program a row of C numbers, in CHUNKS chunks: d gate, then d up, in BF16 and in INT8 with
     a scale each, padded with zeros to WHOLE; the bits of their largest numbers to AMAX [2, tokens].
@@ -360,11 +386,14 @@ def _swiglu_backward_int8_kernel(
             inside = column < C
             dy = tl.load(DY + row * C + column, mask=inside, other=0.0).to(tl.float32)
             gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0).to(tl.float32)
-            if half == 0:
+            up = None
+            if half == 0 or GATE == "clamped_silu":
                 up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0)
-                d = _gate_gradient(dy, gate, up.to(tl.float32))
+                up = up.to(tl.float32)
+            if half == 0:
+                d = _gate_gradient(dy, gate, up, GATE)
             else:
-                d = _up_gradient(dy, gate)
+                d = _up_gradient(dy, gate, up, GATE)
             tl.store(OUT + row * 2 * C + half * C + column, d, mask=inside)
             wide = d.to(tl.float32)
             before = larger_size(before, wide)
@@ -378,7 +407,7 @@ def _swiglu_backward_int8_kernel(
 
 
 def swiglu_backward_int8(
-    dy: torch.Tensor, gate_up: torch.Tensor
+    dy: torch.Tensor, gate_up: torch.Tensor, gate: Gate = "silu"
 ) -> tuple[torch.Tensor, Int8Parts, torch.Tensor]:
     """dy [T, C] and gate_up [T, 2 C], BF16, contiguous -> the gradient d of gate_up in BF16, its
     halves in INT8 as DGrad reads them, and the bits of their largest numbers, int32 [2, T].
@@ -392,7 +421,7 @@ def swiglu_backward_int8(
     amax = torch.empty((2, count), dtype=torch.int32, device=device)
     _swiglu_backward_int8_kernel[(count,)](
         dy, gate_up, out, values, scales, amax, count, columns, whole, chunk,
-        triton.cdiv(columns, chunk), levels(columns), **launch_of_chunks(columns),
+        triton.cdiv(columns, chunk), levels(columns), gate, **launch_of_chunks(columns),
         enable_fp_fusion=False,
     )  # fmt: skip
     return out, Int8Parts(values, scales, (columns, columns)), amax
@@ -406,6 +435,7 @@ _d_gate, _d_up = (gluon.jit(part.fn) for part in (_gate_gradient, _up_gradient))
 def _swiglu_backward_quantise_kernel(
     DY, GATE_UP, ROW_VALUES, ROW_SCALES, scale_stride, TOKEN_VALUES, TOKEN_SCALES, tokens,
     C: gl.constexpr, WHOLE: gl.constexpr, COLUMNS: gl.constexpr, POWER_OF_TWO: gl.constexpr,
+    GATE: gl.constexpr,
 ):  # fmt: skip
     """One program a tile of d gate and the same tile of d up.
 
@@ -427,7 +457,7 @@ def _swiglu_backward_quantise_kernel(
         dy = widen(load_rows(DY, row, inside, group, C, C))
         gate = widen(load_rows(GATE_UP, row, inside, group, C, 2 * C))
         up = widen(load_rows(GATE_UP + C, row, inside, group, C, 2 * C))
-        d_gate, d_up = _d_gate(dy, gate, up), _d_up(dy, gate)
+        d_gate, d_up = _d_gate(dy, gate, up, GATE), _d_up(dy, gate, up, GATE)
         gates.slice(strip * STRIP, STRIP, 0).store(d_gate)
         ups.slice(strip * STRIP, STRIP, 0).store(d_up)
         store_rows(
@@ -447,6 +477,7 @@ def swiglu_backward_quantise(
     dy: torch.Tensor,
     gate_up: torch.Tensor,
     scales: ScaleKind = "power_of_two",
+    gate: Gate = "silu",
     as_bytes: bool = False,
 ) -> tuple[QuantRows, QuantRows]:
     """dy [T, C] and gate_up [T, 2 C], BF16, contiguous -> the gradient d of gate_up: d in row
@@ -461,7 +492,7 @@ def swiglu_backward_quantise(
         dy, gate_up, rows.written(as_bytes).values, rows.scales, rows.scales.stride(1),
         tokens.written(as_bytes).values, tokens.scales, count,
         columns, padded_size((columns,)), tokens.scales.stride(1), scales == "power_of_two",
-        num_warps=WARPS, enable_fp_fusion=False,
+        gate, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return rows, tokens
 
@@ -471,6 +502,7 @@ def swiglu_backward_bf16(
     gate_up: torch.Tensor,
     rows: QuantRows | None = None,
     scales: ScaleKind = "power_of_two",
+    gate: Gate = "silu",
 ) -> torch.Tensor:
     """The same gradient in BF16, before it is quantised; with ``rows`` [T, 2 C], of whole groups of
     128, it is also quantised into them.
@@ -485,7 +517,7 @@ def swiglu_backward_bf16(
     if rows is not None:
         values, scale, stride = rows.values, rows.scales, rows.scales.stride(1)
     _swiglu_backward_kernel[(count, triton.cdiv(columns, width))](
-        dy, gate_up, out, values, scale, stride, columns, width, scales == "power_of_two",
+        dy, gate_up, out, values, scale, stride, columns, width, scales == "power_of_two", gate,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -122,6 +122,7 @@ class Products(Protocol):
         lengths: torch.Tensor,
         max_length: int,
         window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     @staticmethod
@@ -136,6 +137,7 @@ class Products(Protocol):
         max_count: int,
         max_length: int,
         window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     @staticmethod

@@ -4,12 +4,17 @@ and the flow's format.
     x = BF16(qkv + bias)                           Q, K and V, if there is a bias; added in FP32
     x = BF16(x / sqrt(mean(x^2) + eps) w)          Q and K, in models that have these norms
     x = BF16(x1 cos - x2 sin | x2 cos + x1 sin)    Q and K, products and sums in FP32
-    x = H x                                        Q and K, before 8 bits, in FP32; Q's divided by D
+    x = H x                                        Q and K, before 8 bits, in FP32; Q's divided by
+                                                   the size of H
     e4m3: byte  = that of max(amax, 2^-60) / 448 rounded up to a power of two, or a given one
           value = E4M3(clamp(x 2^(127 - byte), -448, 448))
     int8: scale = max(amax, 2^-60) / 127           FP32
           value = INT8(x (127 / max(amax, 2^-60)))
     bf16: value = x
+
+A vector is two parts of HALF numbers, a power of two: where D is one, the halves that the rotation
+pairs.  A vector of 96 has parts of 64, with zeros behind it, and the numbers that the rotation
+pairs with those of a part are loaded, too.
 
 The bytes are those of ``isobit.kernels.spec.qkv``, except where the sum of squares rounds
 differently: here it adds two numbers at a time along one fixed tree.  Neither the block size nor
@@ -41,10 +46,10 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.operands import QkvTransform
-from isobit.kernels.triton.attention import SCALES, PackedKeys, PagedKeys
-from isobit.kernels.triton.device_functions import hadamard
+from isobit.kernels.triton.attention import SCALES, PackedKeys, PagedKeys, _within
+from isobit.kernels.triton.device_functions import hadamard, rotated
 from isobit.kernels.triton.e4m3 import decoded, rounded
-from isobit.kernels.triton.heads import PAGE_TOKENS
+from isobit.kernels.triton.heads import HEAD_SIZES, PAGE_TOKENS
 from isobit.kernels.triton.quantise import (
     _INF_BITS,
     _ROUND_UP_ABOVE_1_75,
@@ -54,8 +59,6 @@ from isobit.kernels.triton.quantise import (
 from isobit.precision.quant_tensor import DTYPES, E4M3, Format
 from isobit.util.errors import ConfigError
 
-HEAD_SIZES = (64, 128, 256)
-"""Powers of two, since a vector is two halves."""
 _NAMES = {dtype: format for format, dtype in DTYPES.items()}
 _GATHERED = 64  # tokens of one gathering program
 
@@ -87,13 +90,25 @@ def _rounded(x):
 
 
 @triton.jit
-def _load(QKV, BIAS, t, inside, column, WIDTH: tl.constexpr):
+def _row(X, column, there):
+    """The given columns of a row of weights, as FP32 [1, columns].  ``there`` says which exist, and
+    the others are zeros; None: all do.
+    """
+    if there is None:
+        return tl.load(X + column).to(tl.float32)[None, :]
+    else:
+        return tl.load(X + column, mask=there, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _load(QKV, BIAS, t, inside, column, there, WIDTH: tl.constexpr):
     """The given columns of tokens t, as FP32 [tokens, columns]; rows of WIDTH numbers."""
-    x = tl.load(QKV + t[:, None] * WIDTH + column[None, :], mask=inside[:, None], other=0.0).to(
-        tl.float32
-    )
+    mask = inside[:, None]
+    if there is not None:
+        mask = mask & there[None, :]
+    x = tl.load(QKV + t[:, None] * WIDTH + column[None, :], mask=mask, other=0.0).to(tl.float32)
     if BIAS is not None:
-        x = _rounded(x + tl.load(BIAS + column).to(tl.float32)[None, :])
+        x = _rounded(x + _row(BIAS, column, there))
     return x
 
 
@@ -107,24 +122,71 @@ def _sum_of_squares(x1, x2, N: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _rotated(
-    QKV, BIAS, NORM, cos, sin, t, inside, first, epsilon, WIDTH: tl.constexpr, N: tl.constexpr,
-    HALF: tl.constexpr, HADAMARD: tl.constexpr
+def _inverse_root(x1, x2, epsilon, N: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
+    """1 / sqrt(mean(x^2) + eps) of vectors in two parts, [N, 1]."""
+    total = _sum_of_squares(x1, x2, N, HALF)
+    # By a power of two a division is exact.
+    mean = total / D if D == 2 * HALF else tl.div_rn(total, tl.full([N], D, tl.float32))
+    root = tl.sqrt_rn(mean + epsilon)
+    return tl.div_rn(tl.full([N], 1.0, tl.float32), root)[:, None]
+
+
+@triton.jit
+def _turned(
+    QKV, BIAS, NORM, COS, SIN, angle, t, inside, first, x, inverse,
+    START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """The head at column ``first``, normed, rotated, perhaps times H: two halves FP32 [N, HALF]."""
-    j = tl.arange(0, HALF)
-    x1 = _load(QKV, BIAS, t, inside, first + j, WIDTH)
-    x2 = _load(QKV, BIAS, t, inside, first + HALF + j, WIDTH)
+    """The part x from column START on of a head whose size is no power of two, normed by
+    ``inverse`` and rotated; ``angle`` [N, 1] are the places of the tables' rows.
+    """
+    column = START + tl.arange(0, HALF)
+    there = column < D
+    is_first = column < D // 2
+    other = tl.where(is_first, column + D // 2, column - D // 2)
+    partner = _load(QKV, BIAS, t, inside, first + other, there, WIDTH)
     if NORM is not None:
-        mean = _sum_of_squares(x1, x2, N, HALF) / (2 * HALF)  # a power of two: exact
-        root = tl.sqrt_rn(mean + epsilon)
-        inverse = tl.div_rn(tl.full([N], 1.0, tl.float32), root)[:, None]
-        x1 = _rounded(x1 * inverse * tl.load(NORM + j).to(tl.float32)[None, :])
-        x2 = _rounded(x2 * inverse * tl.load(NORM + HALF + j).to(tl.float32)[None, :])
-    y1 = _rounded(x1 * cos - x2 * sin)
-    y2 = _rounded(x2 * cos + x1 * sin)
-    if HADAMARD:
-        y1, y2 = hadamard(y1, y2, N, HALF)
+        x = _rounded(x * inverse * _row(NORM, column, there))
+        partner = _rounded(partner * inverse * _row(NORM, other, there))
+    at = angle + tl.minimum(column, other)[None, :]
+    cos = tl.load(COS + at, mask=there[None, :], other=0.0)
+    sin = tl.load(SIN + at, mask=there[None, :], other=0.0)
+    return _rounded(x * cos + tl.where(is_first[None, :], -partner, partner) * sin)
+
+
+@triton.jit
+def _rotated(
+    QKV, BIAS, NORM, cos, sin, angle, t, inside, first, epsilon, WIDTH: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HADAMARD: tl.constexpr
+):  # fmt: skip
+    """The head at column ``first``, normed, rotated, perhaps times H: two parts FP32 [N, HALF].
+
+    ``cos`` and ``sin`` are the rotation's [N, HALF], or the tables where the parts are no halves.
+    """
+    j = tl.arange(0, HALF)
+    if D == 2 * HALF:
+        x1 = _load(QKV, BIAS, t, inside, first + j, None, WIDTH)
+        x2 = _load(QKV, BIAS, t, inside, first + HALF + j, None, WIDTH)
+        if NORM is not None:
+            inverse = _inverse_root(x1, x2, epsilon, N, D, HALF)
+            x1 = _rounded(x1 * inverse * _row(NORM, j, None))
+            x2 = _rounded(x2 * inverse * _row(NORM, HALF + j, None))
+        y1 = _rounded(x1 * cos - x2 * sin)
+        y2 = _rounded(x2 * cos + x1 * sin)
+        if HADAMARD:
+            y1, y2 = hadamard(y1, y2, N, HALF)
+    else:
+        x1 = _load(QKV, BIAS, t, inside, first + j, None, WIDTH)
+        x2 = _load(QKV, BIAS, t, inside, first + HALF + j, HALF + j < D, WIDTH)
+        inverse = None if NORM is None else _inverse_root(x1, x2, epsilon, N, D, HALF)
+        y1 = _turned(
+            QKV, BIAS, NORM, cos, sin, angle, t, inside, first, x1, inverse, 0, WIDTH, D, HALF
+        )
+        y2 = _turned(
+            QKV, BIAS, NORM, cos, sin, angle, t, inside, first, x2, inverse, HALF, WIDTH, D, HALF
+        )
+        if HADAMARD:  # of blocks of a third of D
+            y1 = rotated(y1, N, HALF, 6 if HALF == 128 else 5)
+            y2 = rotated(y2, N, HALF, 6 if HALF == 128 else 5)
     return y1, y2
 
 
@@ -199,37 +261,38 @@ def _widened(x):
 
 
 @triton.jit
-def _store_halves(OUT, row, inside, y1, y2, HALF: tl.constexpr):
-    """Two halves of vectors as rows of OUT."""
-    at = OUT + row[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
+def _store_parts(OUT, row, inside, y1, y2, D: tl.constexpr, HALF: tl.constexpr):
+    """Two parts of vectors as rows of OUT."""
+    j = tl.arange(0, HALF)
+    at = OUT + row[:, None] * D + j[None, :]
     tl.store(at, y1, mask=inside[:, None])
-    tl.store(at + HALF, y2, mask=inside[:, None])
+    tl.store(at + HALF, y2, mask=_within(inside[:, None], HALF + j, D, 2 * HALF, 0))
 
 
 @triton.jit
 def _queries(
-    QKV, BIAS, NORM, cos, sin, Q, Q_SCALE, GIVEN, MAXIMA, t, inside, written, unit, epsilon,
-    H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr,
-    HADAMARD: tl.constexpr, FORMAT: tl.constexpr,
+    QKV, BIAS, NORM, cos, sin, angle, Q, Q_SCALE, GIVEN, MAXIMA, t, inside, written, unit, epsilon,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr,
+    HEADS: tl.constexpr, HADAMARD: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Up to HEADS query heads of N tokens, to Q [T, H, D]; those ``written`` raise the maximum."""
     for head in tl.range(unit * HEADS, tl.minimum(unit * HEADS + HEADS, H), num_stages=1):
         y1, y2 = _rotated(
-            QKV, BIAS, NORM, cos, sin, t, inside, head * (2 * HALF), epsilon,
-            (H + 2 * G) * (2 * HALF), N, HALF, HADAMARD,
+            QKV, BIAS, NORM, cos, sin, angle, t, inside, head * D, epsilon,
+            (H + 2 * G) * D, N, D, HALF, HADAMARD,
         )  # fmt: skip
         if HADAMARD:  # by a power of two: exact, where a division might be an approximation
-            y1 *= 1.0 / (2 * HALF)
-            y2 *= 1.0 / (2 * HALF)
+            y1 *= 1.0 / (D & -D)
+            y2 *= 1.0 / (D & -D)
         row = t * H + head
         if FORMAT == "bf16":
-            _store_halves(Q, row, inside, y1.to(tl.bfloat16), y2.to(tl.bfloat16), HALF)
+            _store_parts(Q, row, inside, y1.to(tl.bfloat16), y2.to(tl.bfloat16), D, HALF)
         else:
             bits = tl.maximum(_amax_bits(y1), _amax_bits(y2))
             _raise_maximum(MAXIMA, bits, written, 0)
             y1 = _encoded(y1, bits, GIVEN, 0, FORMAT)
             y2 = _encoded(y2, bits, GIVEN, 0, FORMAT)
-            _store_halves(Q, row, inside, y1, y2, HALF)
+            _store_parts(Q, row, inside, y1, y2, D, HALF)
             if FORMAT == "int8":
                 scale = _scale(bits, GIVEN, 0, FORMAT)
             else:
@@ -250,64 +313,68 @@ def _vector_row(t, slot, g, G: tl.constexpr, TILE: tl.constexpr, PAGED: tl.const
 
 @triton.jit
 def _keys(
-    QKV, BIAS, NORM, cos, sin, K, K_SCALE, GIVEN, MAXIMA, t, slot, inside, unit, epsilon,
-    H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
-    HEADS: tl.constexpr,
+    QKV, BIAS, NORM, cos, sin, angle, K, K_SCALE, GIVEN, MAXIMA, t, slot, inside, unit, epsilon,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr,
+    N: tl.constexpr, HEADS: tl.constexpr,
     PAGED: tl.constexpr, HADAMARD: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Up to HEADS key heads of N tokens, to pages or packed; in qkv they follow the query heads."""
     for g in tl.range(unit * HEADS, tl.minimum(unit * HEADS + HEADS, G), num_stages=1):
         y1, y2 = _rotated(
-            QKV, BIAS, NORM, cos, sin, t, inside, (H + g) * (2 * HALF), epsilon,
-            (H + 2 * G) * (2 * HALF), N, HALF, HADAMARD,
+            QKV, BIAS, NORM, cos, sin, angle, t, inside, (H + g) * D, epsilon,
+            (H + 2 * G) * D, N, D, HALF, HADAMARD,
         )  # fmt: skip
         row = _vector_row(t, slot, g, G, TILE, PAGED)
         if FORMAT == "bf16":
-            _store_halves(K, row, inside, y1.to(tl.bfloat16), y2.to(tl.bfloat16), HALF)
+            _store_parts(K, row, inside, y1.to(tl.bfloat16), y2.to(tl.bfloat16), D, HALF)
         else:
             bits = tl.maximum(_amax_bits(y1), _amax_bits(y2))
             _raise_maximum(MAXIMA, bits, inside, 1)
             y1 = _encoded(y1, bits, GIVEN, 1, FORMAT)
             y2 = _encoded(y2, bits, GIVEN, 1, FORMAT)
-            _store_halves(K, row, inside, y1, y2, HALF)
+            _store_parts(K, row, inside, y1, y2, D, HALF)
             tl.store(K_SCALE + row, _scale(bits, GIVEN, 1, FORMAT), mask=inside)
 
 
 @triton.jit
 def _values(
     QKV, BIAS, V, V_SCALE, GIVEN, MAXIMA, t, slot, inside, g,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGED: tl.constexpr,
-    FORMAT: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr,
+    PAGED: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """V as [token, D]."""
-    d = tl.arange(0, D)
-    x = _load(QKV, BIAS, t, inside, (H + G + g) * D + d, (H + 2 * G) * D)
+    d = tl.arange(0, 2 * HALF)
+    there = None if D == 2 * HALF else d < D
+    x = _load(QKV, BIAS, t, inside, (H + G + g) * D + d, there, (H + 2 * G) * D)
     row = _vector_row(t, slot, g, G, TILE, PAGED)
     at = V + row[:, None] * D + d[None, :]
+    stored = _within(inside[:, None], d, D, 2 * HALF, 0)
     if FORMAT == "bf16":
-        tl.store(at, x.to(tl.bfloat16), mask=inside[:, None])
+        tl.store(at, x.to(tl.bfloat16), mask=stored)
     else:
         bits = _amax_bits(x)
         _raise_maximum(MAXIMA, bits, inside, 2)
-        tl.store(at, _widened(_encoded(x, bits, GIVEN, 2, FORMAT)), mask=inside[:, None])
+        tl.store(at, _widened(_encoded(x, bits, GIVEN, 2, FORMAT)), mask=stored)
         tl.store(V_SCALE + row, _scale(bits, GIVEN, 2, FORMAT), mask=inside)
 
 
 @triton.jit
 def _value_bytes(
     QKV, BIAS, V_SCALE, GIVEN, MAXIMA, SLOT, first, i, tokens, g,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
-    FORMAT: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr,
+    N: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Rows i of N tokens -> the bytes of 8-bit values as int32 [rows, D], slots and which of them
-    exist; stores the scales.
+    """Rows i of N tokens -> the bytes of 8-bit values as int32 [rows, 2 HALF], slots and which of
+    them exist; stores the scales.
 
     Rows are rotated so that a row's number is its slot's within N, if slots are consecutive.
     """
     t = first + ((i - (tl.load(SLOT + first) % N).to(tl.int32)) & (N - 1))
     slot = tl.load(SLOT + t, mask=t < tokens, other=-1)
     inside = slot >= 0
-    x = _load(QKV, BIAS, t, inside, (H + G + g) * D + tl.arange(0, D), (H + 2 * G) * D)
+    d = tl.arange(0, 2 * HALF)
+    there = None if D == 2 * HALF else d < D
+    x = _load(QKV, BIAS, t, inside, (H + G + g) * D + d, there, (H + 2 * G) * D)
     bits = _amax_bits(x)
     _raise_maximum(MAXIMA, bits, inside, 2)
     row = _vector_row(t, slot, g, G, TILE, True)
@@ -317,16 +384,20 @@ def _value_bytes(
 
 
 @triton.jit
-def _store_bytes(V, y, slot, inside, g, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr):
-    """Rows of bytes [rows, D] to their slots of transposed pages."""
+def _store_bytes(
+    V, y, slot, inside, g, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr
+):
+    """Rows of bytes [rows, 2 HALF] to their slots of transposed pages."""
     at = V.to(tl.pointer_type(tl.uint8)) + (slot // TILE * G + g) * (TILE * D) + slot % TILE
-    tl.store(at[:, None] + tl.arange(0, D)[None, :] * TILE, y.to(tl.uint8), mask=inside[:, None])
+    d = tl.arange(0, 2 * HALF)
+    stored = _within(inside[:, None], d, D, 2 * HALF, 0)
+    tl.store(at[:, None] + d[None, :] * TILE, y.to(tl.uint8), mask=stored)
 
 
 @triton.jit
 def _transposed_values(
     QKV, BIAS, V, V_SCALE, GIVEN, MAXIMA, SLOT, tokens, g,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     TILE: tl.constexpr, N: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
     """V as [D, token]: a word at a time where four slots fill one, else a byte."""
@@ -334,19 +405,23 @@ def _transposed_values(
     first = tl.program_id(0).to(tl.int64) * N
     i = tl.arange(0, N // 4) * 4
     y0, slot0, in0 = _value_bytes(
-        QKV, BIAS, V_SCALE, GIVEN, MAXIMA, SLOT, first, i, tokens, g, H, G, D, TILE, N, FORMAT
+        QKV, BIAS, V_SCALE, GIVEN, MAXIMA, SLOT, first, i, tokens, g, H, G, D, HALF, TILE, N,
+        FORMAT,
     )  # fmt: skip
     y1, slot1, in1 = _value_bytes(
-        QKV, BIAS, V_SCALE, GIVEN, MAXIMA, SLOT, first, i + 1, tokens, g, H, G, D, TILE, N, FORMAT
+        QKV, BIAS, V_SCALE, GIVEN, MAXIMA, SLOT, first, i + 1, tokens, g, H, G, D, HALF, TILE, N,
+        FORMAT,
     )  # fmt: skip
     y2, slot2, in2 = _value_bytes(
-        QKV, BIAS, V_SCALE, GIVEN, MAXIMA, SLOT, first, i + 2, tokens, g, H, G, D, TILE, N, FORMAT
+        QKV, BIAS, V_SCALE, GIVEN, MAXIMA, SLOT, first, i + 2, tokens, g, H, G, D, HALF, TILE, N,
+        FORMAT,
     )  # fmt: skip
     y3, slot3, in3 = _value_bytes(
-        QKV, BIAS, V_SCALE, GIVEN, MAXIMA, SLOT, first, i + 3, tokens, g, H, G, D, TILE, N, FORMAT
+        QKV, BIAS, V_SCALE, GIVEN, MAXIMA, SLOT, first, i + 3, tokens, g, H, G, D, HALF, TILE, N,
+        FORMAT,
     )  # fmt: skip
 
-    # [N / 4, D] words, stored transposed: a page's row of TILE bytes is TILE / 4 words.
+    # [N / 4, 2 HALF] words, stored transposed: a page's row of TILE bytes is TILE / 4 words.
     whole = (
         in0 & (slot0 % 4 == 0) & (slot1 == slot0 + 1) & (slot2 == slot0 + 2) & (slot3 == slot0 + 3)
     )
@@ -356,30 +431,29 @@ def _transposed_values(
         + slot0 % TILE // 4
     )
     words = y0 | (y1 << 8) | (y2 << 16) | (y3 << 24)
-    tl.store(
-        at[None, :] + tl.arange(0, D)[:, None] * (TILE // 4), tl.trans(words), mask=whole[None, :]
-    )
+    d = tl.arange(0, 2 * HALF)
+    stored = _within(whole[None, :], d, D, 2 * HALF, 1)
+    tl.store(at[None, :] + d[:, None] * (TILE // 4), tl.trans(words), mask=stored)
 
     # Ends of runs, and decode, where neighbours are of different sequences.
     apart = whole == 0
     if tl.max((apart & (in0 | in1 | in2 | in3)).to(tl.int32), 0) > 0:
-        _store_bytes(V, y0, slot0, in0 & apart, g, G, D, TILE)
-        _store_bytes(V, y1, slot1, in1 & apart, g, G, D, TILE)
-        _store_bytes(V, y2, slot2, in2 & apart, g, G, D, TILE)
-        _store_bytes(V, y3, slot3, in3 & apart, g, G, D, TILE)
+        _store_bytes(V, y0, slot0, in0 & apart, g, G, D, HALF, TILE)
+        _store_bytes(V, y1, slot1, in1 & apart, g, G, D, HALF, TILE)
+        _store_bytes(V, y2, slot2, in2 & apart, g, G, D, HALF, TILE)
+        _store_bytes(V, y3, slot3, in3 & apart, g, G, D, HALF, TILE)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _encode_kernel(
     QKV, BIAS, Q_NORM, K_NORM, COS, SIN, POSITION, SLOT, Q, Q_SCALE, K, K_SCALE, V, V_SCALE,
     GIVEN, MAXIMA, tokens, epsilon,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
-    HEADS: tl.constexpr, HADAMARD: tl.constexpr, FORMAT: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr,
+    N: tl.constexpr, HEADS: tl.constexpr, HADAMARD: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """One program N tokens and HEADS query heads, or HEADS key heads, or one value head, in this
     order along axis 1 of the grid.  Without SLOT, K and V are packed.
     """
-    HALF: tl.constexpr = D // 2
     QUERY_UNITS: tl.constexpr = (H + HEADS - 1) // HEADS
     KEY_UNITS: tl.constexpr = (G + HEADS - 1) // HEADS
     unit = tl.program_id(1)
@@ -394,36 +468,39 @@ def _encode_kernel(
         written = slot >= 0
 
     if unit < QUERY_UNITS + KEY_UNITS:
-        # Rows of the rotation's tables [positions, D / 2], loaded once for all heads of the unit.
-        angle = (
-            tl.load(POSITION + t, mask=inside, other=0)[:, None] * HALF
-            + tl.arange(0, HALF)[None, :]
-        )
-        cos = tl.load(COS + angle)
-        sin = tl.load(SIN + angle)
+        # Rows of the rotation's tables [positions, D / 2], loaded once for all heads of the unit
+        # where these are two halves.
+        angle = tl.load(POSITION + t, mask=inside, other=0)[:, None] * (D // 2)
+        cos = COS
+        sin = SIN
+        if D == 2 * HALF:
+            at = angle + tl.arange(0, HALF)[None, :]
+            cos = tl.load(COS + at)
+            sin = tl.load(SIN + at)
         if unit < QUERY_UNITS:
             _queries(
-                QKV, BIAS, Q_NORM, cos, sin, Q, Q_SCALE, GIVEN, MAXIMA, t, inside, written, unit,
-                epsilon,
-                H, G, HALF, N, HEADS, HADAMARD, FORMAT,
+                QKV, BIAS, Q_NORM, cos, sin, angle, Q, Q_SCALE, GIVEN, MAXIMA, t, inside, written,
+                unit, epsilon,
+                H, G, D, HALF, N, HEADS, HADAMARD, FORMAT,
             )  # fmt: skip
         else:
             _keys(
-                QKV, BIAS, K_NORM, cos, sin, K, K_SCALE, GIVEN, MAXIMA, t, slot, written,
+                QKV, BIAS, K_NORM, cos, sin, angle, K, K_SCALE, GIVEN, MAXIMA, t, slot, written,
                 unit - QUERY_UNITS, epsilon,
-                H, G, HALF, TILE, N, HEADS, SLOT is not None, HADAMARD, FORMAT,
+                H, G, D, HALF, TILE, N, HEADS, SLOT is not None, HADAMARD, FORMAT,
             )  # fmt: skip
     else:
         g = unit - QUERY_UNITS - KEY_UNITS
         # Only pages of 8 bits hold V as [D, token].
         if FORMAT != "bf16" and SLOT is not None:
             _transposed_values(
-                QKV, BIAS, V, V_SCALE, GIVEN, MAXIMA, SLOT, tokens, g, H, G, D, TILE, N, FORMAT
-            )
+                QKV, BIAS, V, V_SCALE, GIVEN, MAXIMA, SLOT, tokens, g, H, G, D, HALF, TILE, N,
+                FORMAT,
+            )  # fmt: skip
         else:
             _values(
-                QKV, BIAS, V, V_SCALE, GIVEN, MAXIMA, t, slot, written, g, H, G, D, TILE,
-                SLOT is not None, FORMAT,
+                QKV, BIAS, V, V_SCALE, GIVEN, MAXIMA, t, slot, written, g, H, G, D, HALF,
+                TILE, SLOT is not None, FORMAT,
             )  # fmt: skip
 
 
@@ -522,7 +599,8 @@ def _encode(
             positions, slots, _raw(values, as_bytes), scales,
             _raw(out.keys, as_bytes), out.key_scales, _raw(out.values, as_bytes), out.value_scales,
             given, maxima, tokens, transform.epsilon,
-            heads, kv_heads, dim, PAGE_TOKENS, plan.tokens, plan.heads, transform.hadamard,
+            heads, kv_heads, dim, triton.next_power_of_2(dim) // 2, PAGE_TOKENS, plan.tokens,
+            plan.heads, transform.hadamard,
             "bytes" if narrow and as_bytes else _NAMES[out.keys.dtype], num_warps=plan.warps,
             enable_fp_fusion=False,
         )  # fmt: skip
@@ -533,9 +611,11 @@ def _encode(
 def _gather_kernel(
     K, K_SCALE, V, V_SCALE, TABLE, START, LENGTH, K_OUT, K_SCALE_OUT, V_OUT, V_SCALE_OUT,
     table_stride,
-    G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One program N tokens and one KV head of one sequence; N divides a page."""
+    """One program N tokens and one KV head of one sequence; N divides a page, and D is counted to
+    WIDTH, a power of two.
+    """
     g = tl.program_id(0)
     first = tl.program_id(1) * N
     b = tl.program_id(2)
@@ -544,18 +624,22 @@ def _gather_kernel(
         return
     offset = first % TILE + tl.arange(0, N)
     inside = first + tl.arange(0, N) < length
-    d = tl.arange(0, D)
+    d = tl.arange(0, WIDTH)
+    along = None if D == WIDTH else (d < D)[None, :]
+    down = None if D == WIDTH else (d < D)[:, None]
+    stored = _within(inside[:, None], d, D, WIDTH, 0)
     page = tl.load(TABLE + b * table_stride + first // TILE).to(tl.int64) * G + g
     row = (tl.load(START + b).to(tl.int64) + first + tl.arange(0, N)) * G + g
     vector = page * TILE + offset
     out = row[:, None] * D + d[None, :]
-    tl.store(K_OUT + out, tl.load(K + vector[:, None] * D + d[None, :]), mask=inside[:, None])
+    at = vector[:, None] * D + d[None, :]
+    tl.store(K_OUT + out, tl.load(K + at, mask=along), mask=stored)
     if K_SCALE is None:
-        tl.store(V_OUT + out, tl.load(V + vector[:, None] * D + d[None, :]), mask=inside[:, None])
+        tl.store(V_OUT + out, tl.load(V + at, mask=along), mask=stored)
     else:
         # V is read as [D, token] and stored transposed and widened.
-        v = tl.load(V + (page * (TILE * D) + offset)[None, :] + d[:, None] * TILE)
-        tl.store(V_OUT + out, _widened(tl.trans(v)), mask=inside[:, None])
+        v = tl.load(V + (page * (TILE * D) + offset)[None, :] + d[:, None] * TILE, mask=down)
+        tl.store(V_OUT + out, _widened(tl.trans(v)), mask=stored)
         tl.store(K_SCALE_OUT + row, tl.load(K_SCALE + vector), mask=inside)
         tl.store(V_SCALE_OUT + row, tl.load(V_SCALE + vector), mask=inside)
 
@@ -581,7 +665,8 @@ def gather_pages(
         _raw(pages.keys, as_bytes), pages.key_scales, _raw(pages.values, as_bytes),
         pages.value_scales, table, starts, lengths,
         _raw(out.keys, as_bytes), out.key_scales, out.values, out.value_scales,
-        table.stride(0), kv_heads, dim, PAGE_TOKENS, _GATHERED, num_warps=4,
+        table.stride(0), kv_heads, dim, triton.next_power_of_2(dim), PAGE_TOKENS, _GATHERED,
+        num_warps=4,
     )  # fmt: skip
     return out
 

@@ -1,7 +1,8 @@
 """The backward of ``isobit.kernels.triton.qkv``, from attention's gradients to the qkv GEMM's, in
 one kernel.
 
-    y = H y                                                 Q and K in 8 bits, in FP32; dQ / D
+    y = H y                                                 Q and K in 8 bits, in FP32; dQ divided
+                                                            by the size of H
     g = BF16(y1 cos + y2 sin | y2 cos - y1 sin)             Q and K: rotated by minus the angle
     n = x / sqrt(mean(x^2) + eps),  x = BF16(qkv + bias)    Q and K, in models that have these norms
     s = g w
@@ -12,12 +13,15 @@ one kernel.
 Quantisation passes gradients straight through.  Rounding is that of ``isobit.kernels.spec``;
 without norms d has its bits, with norms they differ where a sum of D numbers rounds differently.
 
+A head is two halves, in registers of HALF numbers, a power of two.  Where that is more than a half
+has, H pairs numbers of both halves, and those that its last step pairs are loaded, too.
+
 A program takes N tokens and up to HEADS heads of one kind and leaves its sums over tokens to
 ``add_block_sums``, which has one order for every number of tokens.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportAssignmentType=false
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 import torch
@@ -25,8 +29,9 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.operands import QkvGradients, QkvTransform
-from isobit.kernels.triton.device_functions import add_block_sums, hadamard
-from isobit.kernels.triton.qkv import _load, _sum_of_squares
+from isobit.kernels.triton.attention import _within
+from isobit.kernels.triton.device_functions import add_block_sums, hadamard, rotated
+from isobit.kernels.triton.qkv import _inverse_root, _load, _row
 
 N = 32  # tokens of a program
 HEADS = 8  # heads of a program
@@ -36,72 +41,105 @@ WARPS = 8
 @triton.jit
 def _back_through_norm(
     QKV, BIAS, NORM, g1, g2, t, inside, first, epsilon,
-    WIDTH: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr,
+    WIDTH: tl.constexpr, N: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Gradients behind the norm of the head at ``first`` -> before it, and the weight's terms."""
     j = tl.arange(0, HALF)
-    x1 = _load(QKV, BIAS, t, inside, first + j, WIDTH)
-    x2 = _load(QKV, BIAS, t, inside, first + HALF + j, WIDTH)
-    root = tl.sqrt_rn(_sum_of_squares(x1, x2, N, HALF) / (2 * HALF) + epsilon)
-    inverse = tl.div_rn(tl.full([N], 1.0, tl.float32), root)[:, None]
+    there = None if D == 2 * HALF else j < D // 2
+    x1 = _load(QKV, BIAS, t, inside, first + j, there, WIDTH)
+    x2 = _load(QKV, BIAS, t, inside, first + D // 2 + j, there, WIDTH)
+    inverse = _inverse_root(x1, x2, epsilon, N, D, HALF)
     n1 = x1 * inverse
     n2 = x2 * inverse
-    s1 = g1 * tl.load(NORM + j).to(tl.float32)[None, :]
-    s2 = g2 * tl.load(NORM + HALF + j).to(tl.float32)[None, :]
-    mean = (tl.sum(s1 * n1 + s2 * n2, 1) / (2 * HALF))[:, None]
+    s1 = g1 * _row(NORM, j, there)
+    s2 = g2 * _row(NORM, D // 2 + j, there)
+    mean = (tl.sum(s1 * n1 + s2 * n2, 1) / D)[:, None]
     return (s1 - n1 * mean) * inverse, (s2 - n2 * mean) * inverse, g1 * n1, g2 * n2
 
 
 @triton.jit
-def _store_half(D_QKV, BIAS_SUMS, block, t, inside, column, d, WIDTH: tl.constexpr):
-    """BF16 [N, columns] to the given columns of tokens t, and their sums over the tokens."""
-    tl.store(D_QKV + t[:, None] * WIDTH + column[None, :], d, mask=inside[:, None])
+def _store_columns(
+    D_QKV, BIAS_SUMS, block, t, inside, first, d, WIDTH: tl.constexpr, COUNT: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """BF16 [N, PADDED] to the COUNT columns from ``first`` on of tokens t, and their sums over the
+    tokens.
+    """
+    j = tl.arange(0, PADDED)
+    stored = _within(inside[:, None], j, COUNT, PADDED, 0)
+    tl.store(D_QKV + t[:, None] * WIDTH + (first + j)[None, :], d, mask=stored)
     if BIAS_SUMS is not None:
-        tl.store(BIAS_SUMS + block * WIDTH + column, tl.sum(d.to(tl.float32), 0))
+        there = None if COUNT == PADDED else j < COUNT
+        tl.store(BIAS_SUMS + block * WIDTH + first + j, tl.sum(d.to(tl.float32), 0), mask=there)
+
+
+@triton.jit
+def _through_blocks(
+    D_HEADS, row, inside, column, N: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr
+):
+    """Columns of H x of vectors in FP32, H of blocks of APART pairs, half of HALF: [N, HALF], of
+    which the columns of the first D / 2 are there.
+    """
+    APART: tl.constexpr = HALF // 4
+    at = D_HEADS + row[:, None] * D
+    there = _within(inside[:, None], tl.arange(0, HALF), D // 2, HALF, 0)
+    own = tl.load(at + column[None, :], mask=there, other=0.0).to(tl.float32)
+    other = tl.load(at + (column ^ APART)[None, :], mask=there, other=0.0).to(tl.float32)
+    own = rotated(own, N, HALF, 5 if HALF == 128 else 4)
+    other = rotated(other, N, HALF, 5 if HALF == 128 else 4)
+    return other + tl.where((column & APART == 0)[None, :], own, -own)
 
 
 @triton.jit
 def _rotated_heads(
     D_HEADS, QKV, BIAS, NORM, COS, SIN, POSITION, D_QKV, NORM_SUMS, BIAS_SUMS, tokens, epsilon,
     unit, units, first_head,
-    COUNT: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr,
-    HEADS: tl.constexpr, HADAMARD: tl.constexpr, SIZE: tl.constexpr,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    N: tl.constexpr, HEADS: tl.constexpr, HADAMARD: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Up to HEADS of the COUNT heads of Q or K, which begin in qkv at ``first_head``.
 
-    A head is two halves [N, HALF] in registers, since the rotation pairs j with HALF + j.  After H
+    A head is two halves [N, HALF] in registers, since the rotation pairs j with D / 2 + j.  After H
     (HADAMARD) it was divided by SIZE.
     """
     block = tl.program_id(0).to(tl.int64)
     t = block * N + tl.arange(0, N)
     inside = t < tokens
     j = tl.arange(0, HALF)
-    angle = tl.load(POSITION + t, mask=inside, other=0)[:, None] * HALF + j[None, :]
-    cos = tl.load(COS + angle)
-    sin = tl.load(SIN + angle)
+    along = None if D == 2 * HALF else (j < D // 2)[None, :]
+    ZERO: tl.constexpr = None if D == 2 * HALF else 0.0
+    angle = tl.load(POSITION + t, mask=inside, other=0)[:, None] * (D // 2) + j[None, :]
+    cos = tl.load(COS + angle, mask=along, other=ZERO)
+    sin = tl.load(SIN + angle, mask=along, other=ZERO)
 
     # Terms of the norm's gradient, summed over the heads here and over the tokens at the end.
     sum1 = tl.zeros([N, HALF], tl.float32)
     sum2 = tl.zeros([N, HALF], tl.float32)
     for head in tl.range(unit * HEADS, tl.minimum(unit * HEADS + HEADS, COUNT), num_stages=1):
         # Back through H and the rotation: D_HEADS is [T, COUNT, D].
-        at = D_HEADS + (t * COUNT + head)[:, None] * (2 * HALF) + j[None, :]
-        y1 = tl.load(at, mask=inside[:, None], other=0.0).to(tl.float32)
-        y2 = tl.load(at + HALF, mask=inside[:, None], other=0.0).to(tl.float32)
+        row = t * COUNT + head
+        if HADAMARD and D < 2 * HALF:
+            y1 = _through_blocks(D_HEADS, row, inside, j, N, D, HALF)
+            y2 = _through_blocks(D_HEADS, row, inside, D // 2 + j, N, D, HALF)
+        else:
+            at = D_HEADS + row[:, None] * D + j[None, :]
+            read = _within(inside[:, None], j, D // 2, HALF, 0)
+            y1 = tl.load(at, mask=read, other=0.0).to(tl.float32)
+            y2 = tl.load(at + D // 2, mask=read, other=0.0).to(tl.float32)
+            if HADAMARD:
+                y1, y2 = hadamard(y1, y2, N, HALF)
         if HADAMARD:
-            y1, y2 = hadamard(y1, y2, N, HALF)
             y1 *= 1.0 / SIZE
             y2 *= 1.0 / SIZE
         d1 = (y1 * cos + y2 * sin).to(tl.bfloat16)
         d2 = (y2 * cos - y1 * sin).to(tl.bfloat16)
-        column = (first_head + head) * (2 * HALF) + j
+        first = (first_head + head) * D
 
         if NORM is not None:
             g1 = d1.to(tl.float32)
             g2 = d2.to(tl.float32)
             x1, x2, term1, term2 = _back_through_norm(
-                QKV, BIAS, NORM, g1, g2, t, inside, (first_head + head) * (2 * HALF), epsilon,
-                WIDTH, N, HALF,
+                QKV, BIAS, NORM, g1, g2, t, inside, first, epsilon, WIDTH, N, D, HALF,
             )  # fmt: skip
             d1 = x1.to(tl.bfloat16)
             d2 = x2.to(tl.bfloat16)
@@ -109,39 +147,43 @@ def _rotated_heads(
                 sum1 += term1
                 sum2 += term2
 
-        _store_half(D_QKV, BIAS_SUMS, block, t, inside, column, d1, WIDTH)
-        _store_half(D_QKV, BIAS_SUMS, block, t, inside, column + HALF, d2, WIDTH)
+        _store_columns(D_QKV, BIAS_SUMS, block, t, inside, first, d1, WIDTH, D // 2, HALF)
+        first += D // 2
+        _store_columns(D_QKV, BIAS_SUMS, block, t, inside, first, d2, WIDTH, D // 2, HALF)
 
     # This program's row of [blocks * units, D], for ``add_block_sums``.
     if NORM_SUMS is not None:
-        sums = NORM_SUMS + (block * units + unit) * (2 * HALF) + j
-        tl.store(sums, tl.sum(sum1, 0))
-        tl.store(sums + HALF, tl.sum(sum2, 0))
+        sums = NORM_SUMS + (block * units + unit) * D + j
+        there = None if D == 2 * HALF else j < D // 2
+        tl.store(sums, tl.sum(sum1, 0), mask=there)
+        tl.store(sums + D // 2, tl.sum(sum2, 0), mask=there)
 
 
 @triton.jit
 def _value_heads(
     DV, D_QKV, BIAS_SUMS, tokens, unit, first_head,
-    COUNT: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
+    N: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Up to HEADS of the COUNT heads of V."""
     block = tl.program_id(0).to(tl.int64)
     t = block * N + tl.arange(0, N)
     inside = t < tokens
-    d = tl.arange(0, D)
+    d = tl.arange(0, PADDED)
+    read = _within(inside[:, None], d, D, PADDED, 0)
     for head in tl.range(unit * HEADS, tl.minimum(unit * HEADS + HEADS, COUNT), num_stages=1):
-        dv = tl.load(
-            DV + (t * COUNT + head)[:, None] * D + d[None, :], mask=inside[:, None], other=0.0
-        )
-        _store_half(D_QKV, BIAS_SUMS, block, t, inside, (first_head + head) * D + d, dv, WIDTH)
+        at = (t * COUNT + head)[:, None] * D + d[None, :]
+        dv = tl.load(DV + at, mask=read, other=0.0)
+        first = (first_head + head) * D
+        _store_columns(D_QKV, BIAS_SUMS, block, t, inside, first, dv, WIDTH, D, PADDED)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _qkv_kernel(
     DQ, DK, DV, QKV, BIAS, Q_NORM, K_NORM, COS, SIN, POSITION, D_QKV, Q_SUMS, K_SUMS, BIAS_SUMS,
     tokens, epsilon,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr,
-    HADAMARD: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr,
+    HEADS: tl.constexpr, HADAMARD: tl.constexpr,
 ):  # fmt: skip
     """One program N tokens and up to HEADS heads of Q, of K or of V."""
     WIDTH: tl.constexpr = (H + 2 * G) * D
@@ -152,18 +194,18 @@ def _qkv_kernel(
         _rotated_heads(
             DQ, QKV, BIAS, Q_NORM, COS, SIN, POSITION, D_QKV, Q_SUMS, BIAS_SUMS, tokens, epsilon,
             unit, QUERY_UNITS, 0,
-            H, WIDTH, D // 2, N, HEADS, HADAMARD, D,
+            H, WIDTH, D, HALF, N, HEADS, HADAMARD, D & -D,
         )  # fmt: skip
     elif unit < QUERY_UNITS + KEY_UNITS:
         _rotated_heads(
             DK, QKV, BIAS, K_NORM, COS, SIN, POSITION, D_QKV, K_SUMS, BIAS_SUMS, tokens, epsilon,
             unit - QUERY_UNITS, KEY_UNITS, H,
-            G, WIDTH, D // 2, N, HEADS, HADAMARD, 1,
+            G, WIDTH, D, HALF, N, HEADS, HADAMARD, 1,
         )  # fmt: skip
     else:
         _value_heads(
             DV, D_QKV, BIAS_SUMS, tokens, unit - QUERY_UNITS - KEY_UNITS, H + G,
-            G, WIDTH, D, N, HEADS,
+            G, WIDTH, D, 2 * HALF, N, HEADS,
         )  # fmt: skip
 
 
@@ -211,8 +253,9 @@ def qkv_backward(
     _qkv_kernel[(blocks, query_units + 2 * key_units)](
         dq, dk, dv, qkv, transform.bias, transform.q_norm, transform.k_norm, transform.cos,
         transform.sin, positions, d_qkv,
-        *(part for _, part in parts), tokens, transform.epsilon, heads, kv_heads, dim, N, HEADS,
-        transform.hadamard, num_warps=WARPS, enable_fp_fusion=False,
+        *(part for _, part in parts), tokens, transform.epsilon, heads, kv_heads, dim,
+        triton.next_power_of_2(dim) // 2, N, HEADS, transform.hadamard, num_warps=WARPS,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
     for grad, part in parts:

@@ -4,8 +4,8 @@
     quantise_rows        [M, K] BF16            -> values, scales
     quantise_gradient    [M, N] BF16            -> values, scales: dY as DGrad reads it
     rms_norm_quantise    h + x, then RMSNorm    -> new h, values, scales (and the norm if asked for)
-    swiglu_quantise      silu(gate) * up        -> values, scales
-    swiglu               silu(gate) * up        -> BF16, for a layer in BF16
+    swiglu_quantise      silu(gate) * up        -> values, scales, or of another ``Gate``
+    swiglu               silu(gate) * up        -> BF16, for a layer in BF16, likewise
 
     publish              FP32 master            -> BF16 -> E4M3 in 128x128 blocks or INT8 rows, in
                                                place and in one pass
@@ -37,7 +37,16 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.operands import Gate, HeadWeight, LinearWeight, Operand
+from isobit.kernels.operands import (
+    GELU_CUBIC,
+    GELU_STEEP,
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
+    Gate,
+    HeadWeight,
+    LinearWeight,
+    Operand,
+)
 from isobit.kernels.triton.device_functions import padded_size, rotated, rotated_row, runs
 from isobit.kernels.triton.e4m3 import rounded
 from isobit.precision.flow import Site
@@ -250,37 +259,65 @@ def four_sigmoids(x):
     )
 
 
-@triton.jit
-def silu(x):
-    """x / (1 + exp(-x)), FP32."""
-    return four_sigmoids(x) * (0.25 * x)
+_STEEP, _CUBIC = tl.constexpr(GELU_STEEP), tl.constexpr(GELU_CUBIC)
+_ALPHA, _LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 
 
 @triton.jit
-def gated(gate, up):
-    """BF16 silu(gate) * up."""
-    return (silu(gate.to(tl.float32)) * up.to(tl.float32)).to(tl.bfloat16)
+def exponent(x, GATE: tl.constexpr):
+    """s of the gate's function x / (1 + exp(-s)), FP32."""
+    if GATE == "gelu_tanh":
+        return (x + x * x * x * _CUBIC) * _STEEP
+    elif GATE == "clamped_silu":
+        return x * _ALPHA
+    else:
+        return x
 
 
 @triton.jit
-def _swiglu_kernel(GATE_UP, OUT, C: tl.constexpr, WIDTH: tl.constexpr):
+def at_most(x):
+    """x, clamped from above as gpt-oss clamps its gate; a NaN stays."""
+    return tl.where(x > _LIMIT, _LIMIT, x)
+
+
+@triton.jit
+def clamped_up(up):
+    """up + 1, up clamped on both sides."""
+    return tl.where(up < -_LIMIT, -_LIMIT, at_most(up)) + 1.0
+
+
+@triton.jit
+def gated(gate, up, GATE: tl.constexpr):
+    """BF16 function of the gate, silu(gate) with GATE "silu", times up."""
+    x = gate.to(tl.float32)
+    if GATE == "clamped_silu":
+        x = at_most(x)
+    y = four_sigmoids(exponent(x, GATE)) * (0.25 * x)
+    up = up.to(tl.float32)
+    if GATE == "clamped_silu":
+        up = clamped_up(up)
+    return (y * up).to(tl.bfloat16)
+
+
+@triton.jit
+def _swiglu_kernel(GATE_UP, OUT, C: tl.constexpr, WIDTH: tl.constexpr, GATE: tl.constexpr):
     """One program WIDTH columns of one row: gate [row, column], up [row, C + column]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < C
     gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0)
     up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0)
-    tl.store(OUT + row * C + column, gated(gate, up), mask=inside)
+    tl.store(OUT + row * C + column, gated(gate, up, GATE), mask=inside)
 
 
 @triton.jit
-def _gated_row(GATE_UP, KEPT, row, column, inside, C: tl.constexpr):
-    """BF16 silu(gate) * up of these columns of a row, which is also written to KEPT, if that is
+def _gated_row(GATE_UP, KEPT, row, column, inside, C: tl.constexpr, GATE: tl.constexpr):
+    """``gated`` of these columns of a row, which is also written to KEPT, if that is
     given: gate [row, column], up [row, C + column].
     """
     gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0)
     up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0)
-    y = gated(gate, up)
+    y = gated(gate, up, GATE)
     if KEPT is not None:
         tl.store(KEPT + row * C + column, y, mask=inside)
     return y
@@ -289,7 +326,7 @@ def _gated_row(GATE_UP, KEPT, row, column, inside, C: tl.constexpr):
 @triton.jit
 def _swiglu_quantise_kernel(
     GATE_UP, VALUES, SCALES, scale_stride, KEPT, C: tl.constexpr, GROUPS: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """One program GROUPS groups of one row of ``_gated_row``."""
     row = tl.program_id(0).to(tl.int64)
@@ -297,7 +334,7 @@ def _swiglu_quantise_kernel(
     column = first * 128 + tl.arange(0, GROUPS * 128)
     group = first + tl.arange(0, GROUPS)
     inside = column < C
-    y = _gated_row(GATE_UP, KEPT, row, column, inside, C)
+    y = _gated_row(GATE_UP, KEPT, row, column, inside, C, GATE)
     as_bytes: tl.constexpr = VALUES.dtype.element_ty == tl.uint8
     values, scales = quantise_groups(y.to(tl.float32), GROUPS, POWER_OF_TWO, None, as_bytes)
     tl.store(VALUES + row * C + column, values, mask=inside)
@@ -307,7 +344,7 @@ def _swiglu_quantise_kernel(
 @triton.jit
 def _swiglu_int8_kernel(
     GATE_UP, VALUES, SCALES, KEPT, C: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    LEVELS: tl.constexpr,
+    LEVELS: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """``_swiglu_quantise_kernel`` to INT8: one program a row, in CHUNKS chunks."""
     row = tl.program_id(0).to(tl.int64)
@@ -316,7 +353,7 @@ def _swiglu_int8_kernel(
     for i in tl.static_range(CHUNKS):
         column = i * CHUNK + tl.arange(0, CHUNK)
         inside = column < C
-        y = _gated_row(GATE_UP, KEPT, row, column, inside, C)
+        y = _gated_row(GATE_UP, KEPT, row, column, inside, C, GATE)
         x = rotated_row(y.to(tl.float32), CHUNK, LEVELS)
         behind = larger_size(behind, x)
         chunks = chunks + (x,)  # noqa: RUF005 (Triton unpacks no tuple)
@@ -482,6 +519,7 @@ def swiglu_quantise(
     gate_up: torch.Tensor,
     scales: ScaleKind = "power_of_two",
     kept: torch.Tensor | None = None,
+    gate: Gate = "silu",
     as_bytes: bool = False,
 ) -> QuantRows:
     """[M, 2 C] BF16, gate before up -> the quantisation of silu(gate) * up, [M, C], which itself is
@@ -493,31 +531,31 @@ def swiglu_quantise(
     grid = (rows, triton.cdiv(columns, groups * BLOCK))
     _swiglu_quantise_kernel[grid](
         gate_up, out.written(as_bytes).values, out.scales, out.scales.stride(1), kept, columns,
-        groups,
-        scales == "power_of_two", num_warps=4, enable_fp_fusion=False,
+        groups, scales == "power_of_two", gate, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
-def swiglu_int8(gate_up: torch.Tensor, kept: torch.Tensor | None = None) -> Int8Rows:
+def swiglu_int8(
+    gate_up: torch.Tensor, kept: torch.Tensor | None = None, gate: Gate = "silu"
+) -> Int8Rows:
     """``swiglu_quantise`` to INT8."""
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out, chunk = Int8Rows.empty(rows, columns, gate_up.device), chunk_of_row(columns)
     _swiglu_int8_kernel[(rows,)](
         gate_up, out.values, out.scales, kept, columns, chunk, triton.cdiv(columns, chunk),
-        levels(columns), **launch_of_chunks(columns), enable_fp_fusion=False,
+        levels(columns), gate, **launch_of_chunks(columns), enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
 def swiglu(gate_up: torch.Tensor, gate: Gate = "silu") -> torch.Tensor:
     """[M, 2 C] BF16, gate before up -> silu(gate) * up, [M, C] BF16."""
-    assert gate == "silu", "the support of each device refuses the others"
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, columns), dtype=torch.bfloat16, device=gate_up.device)
     width = min(1024, triton.next_power_of_2(columns))
     _swiglu_kernel[(rows, triton.cdiv(columns, width))](
-        gate_up, out, columns, width, num_warps=4, enable_fp_fusion=False
+        gate_up, out, columns, width, gate, num_warps=4, enable_fp_fusion=False
     )
     return out
 

@@ -20,7 +20,6 @@ remedy = (
     "https://pytorch.org/get-started"
 )
 
-HEAD_SIZES = (64, 128, 256)
 DRIVER = Path("/proc/driver/nvidia/version")
 _OLDEST = 8, 0
 
@@ -108,19 +107,10 @@ def triton_problem() -> str | None:
 
 
 def model_problem(needs: ModelNeeds) -> str | None:
-    return shared_problem(needs, HEAD_SIZES)
-
-
-def shared_problem(needs: ModelNeeds, head_sizes: tuple[int, ...]) -> str | None:
-    """What no GPU computes, and heads of other sizes."""
     if needs.preset == "fp32":
         return "precision 'fp32' is the CPU's reference"
-    if needs.gate != "silu":
-        what = "a clamped SwiGLU, sinks, and biases of all linears"
-        what = "an MLP with GELU (GeGLU)" if needs.gate == "gelu_tanh" else what
-        return f"the model has {what}, and the kernels on the GPU compute SiLU (SwiGLU) alone"
     if needs.has_delta_rule:
         return "gated delta nets are computed on CPUs alone"
     if needs.has_frozen_experts:
         return "LoRA on a model with experts is computed on CPUs alone"
-    return heads_problem(needs.num_heads, needs.num_kv_heads, needs.head_dim, head_sizes)
+    return heads_problem(needs.num_heads, needs.num_kv_heads, needs.head_dim)

@@ -6,10 +6,11 @@
     swiglu_tokens      silu(gate) * up    -> y^T in token groups
     swiglu_both        silu(gate) * up    -> y in row groups, and y^T in token groups
 
-each from one read of its input; row groups are those of FProp or DGrad.  Tensor cores read both
-operands along the tokens, so X [T, C] becomes values [C, Tp], Tp = T rounded up to 128, and scales
-[C, Tp / 128]: a ``QuantRows`` of X^T, zeros beyond T.  The bytes are those of ``quantise_tokens``
-and ``quantise_rows`` in ``isobit.kernels.spec.quantise``, of input that is rounded to BF16 first.
+each, perhaps of another ``Gate``, from one read of its input; row groups are those of FProp or
+DGrad.  Tensor cores read both operands along the tokens, so X [T, C] becomes values [C, Tp], Tp = T
+rounded up to 128, and scales [C, Tp / 128]: a ``QuantRows`` of X^T, zeros beyond T.  The bytes are
+those of ``quantise_tokens`` and ``quantise_rows`` in ``isobit.kernels.spec.quantise``, of input
+that is rounded to BF16 first.
 
 A program has a tile of 128 tokens and 128 columns, in which both kinds of group are whole.  Strips
 of 32 tokens are loaded, stored as row groups, and kept in shared memory in BF16; strips of 32
@@ -27,6 +28,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from isobit.kernels.operands import Gate
 from isobit.kernels.triton.device_functions import padded_size, runs
 from isobit.kernels.triton.quantise import QuantRows, amax_bits, gated, to_e4m3
 from isobit.precision.quant_tensor import BLOCK, ScaleKind, num_blocks
@@ -116,11 +118,11 @@ def store_tokens(
 def _quantise_kernel(
     X, ROW_VALUES, ROW_SCALES, scale_stride, TOKEN_VALUES, TOKEN_SCALES, tokens,
     C: gl.constexpr, X_ROW: gl.constexpr, OUT: gl.constexpr, OUT_ROW: gl.constexpr,
-    COLUMNS: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, POWER_OF_TWO: gl.constexpr,
+    COLUMNS: gl.constexpr, GATE: gl.constexpr, ROWS: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
     """One program a tile of C columns of X [tokens, X_ROW], to OUT columns of OUT_ROW in row groups
-    and to C rows of COLUMNS in token groups; if GATED, of silu(gate) * up, with up C columns
-    behind.
+    and to C rows of COLUMNS in token groups; with a GATE, of its function times up, with up C
+    columns behind.
     """
     tile = gl.allocate_shared_memory(gl.bfloat16, [128, 128], PADDED)
     group = gl.program_id(0)  # of columns; axis 1 counts groups of tokens
@@ -133,10 +135,10 @@ def _quantise_kernel(
             + gl.arange(0, STRIP, gl.SliceLayout(1, BY_ROW))
         )
         inside = row < tokens
-        if GATED:
+        if GATE is not None:
             gate = load_rows(X, row, inside, group, C, X_ROW)
             up = load_rows(X + C, row, inside, group, C, X_ROW)
-            x = _gated(widen(gate), widen(up))
+            x = _gated(widen(gate), widen(up), GATE)
         else:
             x = load_rows(X, row, inside, group, C, X_ROW)
         tile.slice(strip * STRIP, STRIP, 0).store(x)
@@ -188,21 +190,27 @@ def gradient_both(
 
 
 def swiglu_tokens(
-    gate_up: torch.Tensor, scales: ScaleKind = "power_of_two", as_bytes: bool = False
+    gate_up: torch.Tensor,
+    scales: ScaleKind = "power_of_two",
+    gate: Gate = "silu",
+    as_bytes: bool = False,
 ) -> QuantRows:
     """[T, 2 C] BF16, contiguous, gate before up -> (silu(gate) * up)^T in token groups, [C, Tp]."""
     tokens = empty_tokens(gate_up, gate_up.shape[1] // 2)
-    _quantise(gate_up, None, tokens, scales, gate_up.shape[1], as_bytes, gated=True)
+    _quantise(gate_up, None, tokens, scales, gate_up.shape[1], as_bytes, gate)
     return tokens
 
 
 def swiglu_both(
-    gate_up: torch.Tensor, scales: ScaleKind = "power_of_two", as_bytes: bool = False
+    gate_up: torch.Tensor,
+    scales: ScaleKind = "power_of_two",
+    gate: Gate = "silu",
+    as_bytes: bool = False,
 ) -> tuple[QuantRows, QuantRows]:
     """[T, 2 C] as above -> y in row groups, [T, C], and y^T in token groups, [C, Tp]."""
     count, columns = gate_up.shape[0], gate_up.shape[1] // 2
     rows, tokens = QuantRows.empty(count, columns, gate_up.device), empty_tokens(gate_up, columns)
-    _quantise(gate_up, rows, tokens, scales, gate_up.shape[1], as_bytes, gated=True)
+    _quantise(gate_up, rows, tokens, scales, gate_up.shape[1], as_bytes, gate)
     return rows, tokens
 
 
@@ -213,7 +221,7 @@ def _quantise(
     scales: ScaleKind,
     row: int,
     as_bytes: bool,
-    gated: bool = False,
+    gate: Gate | None = None,
 ) -> None:
     """Columns of x, ``row`` apart, to rows of ``tokens`` and to ``rows``, padded with zeros."""
     tokens = tokens.written(as_bytes)
@@ -224,7 +232,7 @@ def _quantise(
     )
     _quantise_kernel[tile_grid(count, columns)](
         x, to.values, to.scales, to.scales.stride(1), tokens.values, tokens.scales, count,
-        columns, row, written, out_row, tokens.scales.stride(1), gated, rows is not None,
+        columns, row, written, out_row, tokens.scales.stride(1), gate, rows is not None,
         scales == "power_of_two", num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
