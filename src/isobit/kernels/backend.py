@@ -103,8 +103,8 @@ class Backend(Protocol):
     def sizes(self) -> Sizes: ...
 
     @property
-    def hybrid(self) -> HybridOperations:
-        """Raises ConfigError where the device has none."""
+    def hybrid(self) -> HybridOperations | None:
+        """None where the device computes no gated delta nets (``Support.model_problem``)."""
         ...
 
     # Weights

@@ -148,7 +148,7 @@ class Attention:
         d_gate = None
         if saved.gate is not None:
             out = saved.attended.output.reshape(d_out.shape)
-            d_out, d_gate = weights.backend.hybrid.sigmoid_gate_backward(d_out, out, saved.gate)
+            d_out, d_gate = weights.hybrid.sigmoid_gate_backward(d_out, out, saved.gate)
         # no name holds dQ, dK and dV: they are gone when the projection's backward begins
         learns_sinks = self._config.has_sinks and self._config.lora is None
         sinks = gradient(f"layers.{self._layer}.sinks") if learns_sinks else None
@@ -240,7 +240,7 @@ class Attention:
     def _gated(
         self, weights: Weights, out: torch.Tensor, gate: torch.Tensor | None
     ) -> torch.Tensor:
-        return out if gate is None else weights.backend.hybrid.sigmoid_gate(out, gate)
+        return out if gate is None else weights.hybrid.sigmoid_gate(out, gate)
 
     @cached_property
     def _order(self) -> torch.Tensor | None:

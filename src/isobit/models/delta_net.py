@@ -154,7 +154,7 @@ class DeltaNet:
         assert isinstance(attend, DeltaRuleWithBackward)
         d_y = self._out.backward(weights, gradient, d, saved.out)
         name = self._names["rule_norm"]
-        d_o, d_z = weights.backend.hybrid.gated_norm_backward(
+        d_o, d_z = weights.hybrid.gated_norm_backward(
             d_y,
             saved.output,
             saved.z,
@@ -210,7 +210,7 @@ class DeltaNet:
 
     def _gated(self, weights: Weights, o: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         norm = weights.plain[self._names["rule_norm"]]
-        return weights.backend.hybrid.gated_norm(o, z, norm, self._epsilon)
+        return weights.hybrid.gated_norm(o, z, norm, self._epsilon)
 
     def _weights(self, weights: Weights) -> DeltaWeights:
         convolution, a_log, dt_bias = (

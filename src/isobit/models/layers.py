@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from isobit.kernels.backend import Backend
+from isobit.kernels.backend import Backend, HybridOperations
 from isobit.kernels.operands import (
     ADAPTER_PARTS,
     AdapterGradients,
@@ -53,6 +53,13 @@ class Weights:
         """``head`` of a language model."""
         assert self.head is not None, "a reward model has no lm_head"
         return self.head
+
+    @property
+    def hybrid(self) -> HybridOperations:
+        """``Backend.hybrid``, where the model has been checked against the device."""
+        operations = self.backend.hybrid
+        assert operations is not None, "the device computes gated delta nets"
+        return operations
 
 
 Gradient = Callable[[str], torch.Tensor]

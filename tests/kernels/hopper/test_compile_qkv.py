@@ -29,7 +29,7 @@ def value_types(format: str, paged: bool) -> dict[str, str]:
 
 def half(dim: int) -> int:
     """Numbers of one of a vector's two parts."""
-    return triton.next_power_of_2(dim) // 2
+    return int(triton.next_power_of_2(dim)) // 2
 
 
 SCALES = ("K_SCALE", "V_SCALE", "K_SCALE_OUT", "V_SCALE_OUT")

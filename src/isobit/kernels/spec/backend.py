@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from isobit.kernels.backend import Backend, Captured
+from isobit.kernels.backend import Backend, Captured, HybridOperations
 from isobit.kernels.operands import DecodeBatch, KvCache, KvShape, PagedBatch
 from isobit.kernels.spec import delta_rule, sizes
 from isobit.kernels.spec.attention import PackedAttention
@@ -67,7 +67,7 @@ class SpecBackend:
     name = "spec"
     device = torch.device("cpu")
     sizes = sizes
-    hybrid = delta_rule
+    hybrid: HybridOperations | None = delta_rule
     is_asynchronous = rounds_alone = False  # matrices are on the grid of the exact GEMM
     memory = None
 

@@ -33,7 +33,6 @@ from isobit.kernels.triton.products import PortableProducts, Products
 from isobit.kernels.triton.slow import slow_here
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import QuantTensor, ScaleKind
-from isobit.util.errors import ConfigError
 
 
 class TritonBackend:
@@ -45,6 +44,7 @@ class TritonBackend:
     sizes: Sizes = portable_sizes
     products: type[Products] = PortableProducts
     is_asynchronous = rounds_alone = True
+    hybrid: HybridOperations | None = None
 
     publish_head = staticmethod(quantise.publish_head)
 
@@ -96,10 +96,6 @@ class TritonBackend:
         self.route_backward = experts.route_backward
         self.token_log_probs_backward = partial(head.token_log_probs_backward, products)
         self.head_logits_backward = partial(head.head_logits_backward, products)
-
-    @property
-    def hybrid(self) -> HybridOperations:
-        raise ConfigError('gated delta nets are computed on CPUs alone; set device = "cpu"')
 
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return table.index_select(0, token_ids)
