@@ -95,7 +95,11 @@ def test_engines_that_processes_share_are_a_way_out() -> None:
     text = refused(replace(made, processes=4), 4096)
     assert "no setting makes this model's training fit on 4 GPUs" in text
     assert "4,096 fit with cluster.processes = 8 and cluster.rollout_tp = 4 and" in text
-    for other in (replace(made, rollout_tp=2), planner(LORA_70B, GPUS["h100"].total, 8)):
+    for other in (
+        replace(made, rollout_tp=2),
+        replace(made, can_share=False),
+        planner(LORA_70B, GPUS["h100"].total, 8),
+    ):
         assert "cluster.rollout_tp" not in refused(other, 4096, tokens_per_microbatch=8192)
     moe = planner(model_shape("mixtral-8x7b"), 80 * GIB, 2)
     assert "cluster.rollout_tp" not in refused(moe, 4096)

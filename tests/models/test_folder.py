@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from isobit.config.model_shape import Family
@@ -40,6 +40,21 @@ def make_config(
 def folder(tmp_path: Path) -> Path:
     save_policy(random_policy(make_config(), FP32, seed=0), tmp_path)
     return tmp_path
+
+
+def test_layers_that_guess_are_left_out_of_a_decoder_alone(tmp_path: Path) -> None:
+    """As transformers does; with a tower beside it they are kept (test_larger_model.py)."""
+    save_policy(random_policy(make_config("qwen3_5_text"), FP32, seed=0), tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS_FILE)
+    save_file(tensors | {"mtp.fc.weight": torch.zeros(2, 2)}, tmp_path / WEIGHTS_FILE)
+    again = load_policy(tmp_path, FP32)
+    save_policy(again, tmp_path / "again", tmp_path)
+    assert load_file(tmp_path / "again" / WEIGHTS_FILE).keys() == tensors.keys()
+    save_policy(random_policy(make_config("qwen3"), FP32, seed=0), tmp_path / "other")
+    tensors = load_file(tmp_path / "other" / WEIGHTS_FILE)
+    save_file(tensors | {"mtp.fc.weight": torch.zeros(2, 2)}, tmp_path / "other" / WEIGHTS_FILE)
+    with pytest.raises(ModelError, match=r"holds mtp.fc.weight, which a qwen3 decoder does not"):
+        load_policy(tmp_path / "other", FP32)
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

@@ -27,7 +27,7 @@ from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Request
 from isobit.util.errors import ConfigError, RequestError
-from tests.models.policies import whole_batch
+from tests.models.policies import delta_nets, whole_batch
 from tests.tiny import tiny_model
 
 SHAPE = tiny_model(num_layers=3)
@@ -44,6 +44,15 @@ def policy_of(preset: Preset, calibration: KvCalibration = "engine", **options: 
 def scales_of(policy: Policy) -> torch.Tensor:
     assert policy.kv_scales is not None
     return policy.kv_scales.bytes
+
+
+def test_layers_with_a_delta_rule_have_none() -> None:
+    shape = replace(SHAPE, family="qwen3_5_text", **delta_nets("qwen3_5_text", 3))
+    precision = PrecisionConfig(preset="fp8", kv_scales="per_tensor", kv_calibration="engine")
+    policy = random_policy(shape, precision, seed=1)
+    assert policy.kv_scales is not None and policy.kv_scales.layers == {2}
+    calibrate_kv_scales(policy, PROMPTS, 64)
+    assert policy.kv_scales.bytes[2].all() and not policy.kv_scales.bytes[:2].any()
 
 
 def test_a_byte_is_that_of_the_quantisers() -> None:

@@ -39,6 +39,10 @@ from isobit.models.saving import (
 from isobit.util.errors import ModelError
 from tests.models.policies import logits_of
 
+SECTIONS = {
+    "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25,
+    "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+}  # fmt: skip
 IDS = torch.arange(90) * 17 % 60
 PATTERN = ["sliding_attention", "full_attention"]
 REST = ("vision_tower.", "multi_modal_projector.")
@@ -124,6 +128,7 @@ def test_qwen_with_a_tower_and_layers_that_guess(tmp_path: Path) -> None:
     text |= {"head_dim": 32, "layer_types": ["linear_attention", "full_attention"]}
     text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
     text |= {"linear_value_head_dim": 32, "initializer_range": 0.05}
+    text |= {"mtp_num_hidden_layers": 1, "rope_parameters": SECTIONS}
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
     vision |= {"out_hidden_size": 128, "patch_size": 4, "num_position_embeddings": 16}
     source, trained = tmp_path / "source", tmp_path / "trained"
@@ -142,6 +147,11 @@ def test_qwen_with_a_tower_and_layers_that_guess(tmp_path: Path) -> None:
     assert after.keys() == before.keys()
     changed = [name for name in before if not torch.equal(after[name], before[name])]
     assert changed == ["model.language_model.layers.0.linear_attn.A_log"]
+    here, there = (
+        json.loads((one / "config.json").read_text())["text_config"] for one in (source, trained)
+    )
+    assert here.keys() <= there.keys() and there["mtp_num_hidden_layers"] == 1
+    assert there["rope_parameters"]["mrope_section"] == [2, 1, 1]
     assert load_policy(trained, "fp32").config == policy.config
 
 

@@ -12,6 +12,7 @@ from isobit.models.saving import PolicyTensors, fp8_contents, save_policy, write
 from isobit.observe.inspection import inspect_folder
 from isobit.observe.inspection_page import MARKER, write_inspection
 from isobit.util.errors import ConfigError
+from tests.models.policies import delta_nets
 from tests.observe.pages import Page, assert_self_contained
 
 CONFIG = ModelConfig("qwen3", 64, 128, 128, 3, 2, 2, 64, 128, 1e-6, 1e4, False)
@@ -34,6 +35,14 @@ def test_it_says_what_the_tables_say(folder: Path, tmp_path: Path) -> None:
     ):  # fmt: skip
         assert words in page.text, words
     assert page.source.startswith(MARKER)
+
+
+def test_a_model_with_delta_nets_has_the_attention_of_a_layer_that_has_one(tmp_path: Path) -> None:
+    config = replace(CONFIG, family="qwen3_5_text", **delta_nets("qwen3_5_text", CONFIG.num_layers))
+    save_policy(random_policy(config, PrecisionConfig(preset="fp8"), seed=0), tmp_path / "model")
+    found = inspect_folder(tmp_path / "model", PrecisionConfig(preset="fp8"))
+    page = Page(write_inspection(found, tmp_path / "page.html"))
+    assert "linear_attn.out_proj.weight" in page.text
 
 
 def test_stored_bytes_have_scales_alone(folder: Path, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ class WorkShape:
     longest: int  # tokens of the longest sequence
     int8_head: bool = False
     attended: int = 0  # tokens of attention, where they share the rows of all else
+    delta: DeltaShape | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,7 @@ def _work(
         longest,
         flow.training.site(LM_HEAD).forward == "int8",
         attended,
+        shape.delta,
     )
 
 

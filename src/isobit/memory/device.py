@@ -140,6 +140,7 @@ class DevicePlanner:
     hosts: int = 1  # that compute slots of an update side by side
     copied: int = 0  # bytes of the weights that another engine has for itself
     rollout_tp: int = 1  # processes that share an engine
+    can_share: bool = True  # whether the recipe lets them
 
     @property
     def planned(self) -> int:

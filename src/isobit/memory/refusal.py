@@ -190,10 +190,10 @@ class Refusal:
                     return
 
     def _can_share(self) -> bool:
-        """Whether processes can share an engine that none share yet (``config.rules``)."""
+        """Whether processes can share an engine that none share yet."""
         made = self.planner
         is_plain = made.shape.lora is None and made.flow.kv_calibration is None
-        return made.learns and made.rollout_tp == 1 and is_plain
+        return made.can_share and made.learns and made.rollout_tp == 1 and is_plain
 
     def _is_helped_by_gpus(self) -> bool:
         """Whether what each of any number of GPUs has whole would fit, with the least settings."""

@@ -33,6 +33,7 @@ import torch
 from isobit.models.config import ModelConfig, rotary_buffer
 from isobit.models.decoder import NAME as EMBEDDING
 from isobit.models.decoder import build_decoder
+from isobit.models.families import FAMILIES
 from isobit.models.larger_model import LargerModel, decoder_tensors, is_larger
 from isobit.models.layers import Master
 from isobit.models.master_values import MasterValues
@@ -254,8 +255,10 @@ class FolderCheckpoint:
         stored = open_checkpoint(folder)
         if is_larger(described):
             for tensor in LargerModel.of(described, stored).rest.values():
-                _check_format(tensor, False, None)
+                _check_kept(tensor)
             stored = decoder_tensors(stored)
+        ignored = FAMILIES[config.family].ignored
+        stored = {name: one for name, one in stored.items() if not name.startswith(ignored)}
         in_mxfp4 = isinstance(format, Mxfp4Format)
         if in_mxfp4 and not config.stacks_experts:
             raise ModelError(f"{source}: MXFP4 is read for experts of gpt-oss alone")
@@ -380,6 +383,18 @@ def _expected(config: ModelConfig) -> _Expected:
         for master in build_decoder(config).masters().values()
         for part, rows in master.parts.items()
     }
+
+
+def _check_kept(tensor: CheckpointTensor) -> None:
+    """Raise ModelError for a tensor beside the decoder that cannot be written as it is: a folder
+    that is written has the decoder's own ``quantization_config``.
+    """
+    if tensor.format in SUFFIXES:
+        raise ModelError(
+            f"{tensor} is {tensor.format}, and what stands beside the decoder is kept in 16 or 32 "
+            "bits alone; take the folder in BF16"
+        )
+    _check_format(tensor, False, None)
 
 
 def _check_names(

@@ -92,6 +92,8 @@ class Traits:
     """Whether layers named ``linear_attention`` have a gated delta rule, and the others a sigmoid
     gate on the output of attention, which q_proj makes beside each query.
     """
+    ignored: tuple[str, ...] = ()
+    """Beginnings of names of tensors that folders may have and its class ignores."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of further keys that published files leave out."""
     outer: tuple[str, str] | None = None
@@ -205,6 +207,7 @@ FAMILIES: dict[Family, Traits] = {
         default_pad=True,
         is_hybrid=True,
         computes=("attn_output_gate",),
+        ignored=("mtp.",),
         defaults={
             "vocab_size": 248_320,
             "num_key_value_heads": 4,

@@ -176,7 +176,8 @@ def _read_delta(fields: ConfigFields, traits: Traits, layers: int) -> dict[str, 
             "layer_types", f"expected linear_attention or full_attention for each of {layers}"
         )
     if "full_attention" not in kinds:
-        raise fields.refusal("layer_types", "expected full_attention for one layer or more")
+        key = "layer_types" if fields.has("layer_types") else "full_attention_interval"
+        raise fields.refusal(key, "expected full_attention for one layer or more")
     delta = DeltaShape(
         fields.integer("linear_num_key_heads", 1, MAX_HEADS),
         fields.integer("linear_num_value_heads", 1, MAX_HEADS),

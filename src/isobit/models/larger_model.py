@@ -15,6 +15,7 @@ from typing import Any
 
 from isobit.models.config import ModelConfig
 from isobit.models.families import OUTER_ARCHITECTURES
+from isobit.models.rope import OF_IMAGES
 from isobit.models.safetensors import CheckpointTensor
 from isobit.util.errors import ModelError
 
@@ -85,10 +86,14 @@ class LargerModel:
         return ours
 
     def around(self, decoder: Mapping[str, Any]) -> dict[str, Any]:
-        """A config.json with another decoder's ``ModelConfig.to_hf``."""
-        own = {key: value for key, value in decoder.items() if key != "architectures"}
+        """A config.json with another decoder's ``ModelConfig.to_hf``, and what is beside it."""
         before = self.config["text_config"]
+        own = before | {key: value for key, value in decoder.items() if key != "architectures"}
         own |= {key: before[key] for key in TOKEN_IDS if before.get(key) is not None}
+        of_images = before.get("rope_parameters") or {}
+        own["rope_parameters"] = own["rope_parameters"] | {
+            key: value for key, value in of_images.items() if key in OF_IMAGES
+        }
         tied = {"tie_word_embeddings": own["tie_word_embeddings"]}
         outside = {key: value for key, value in self.config.items() if key != "quantization_config"}
         return outside | tied | {"text_config": own}

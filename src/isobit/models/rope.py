@@ -176,7 +176,7 @@ _KEYS = {
     "long_factor",
 }  # fmt: skip
 """All known keys of the table; a kind ignores the keys of the others, as transformers does."""
-_OF_IMAGES = {"mrope_section", "mrope_interleaved"}
+OF_IMAGES = {"mrope_section", "mrope_interleaved"}
 """Keys of positions in images, which those in text do not depend on."""
 _OF_DEFAULT = {"rope_type", "rope_theta"}
 
@@ -278,7 +278,7 @@ def _of_full_layers(
 def _read_table(
     table: ConfigFields, fields: ConfigFields, traits: Traits, max_positions: int, head_dim: int
 ) -> Rope:
-    known = _KEYS | _OF_IMAGES if traits.is_hybrid else _KEYS
+    known = _KEYS | OF_IMAGES if traits.is_hybrid else _KEYS
     unknown = sorted(table.values.keys() - known)
     if unknown:
         raise table.refusal(unknown[0], f"known are {', '.join(sorted(_KEYS))}")

@@ -173,12 +173,13 @@ def _preset_figures(config: ModelConfig, sizes: Sizes) -> tuple[PresetFigures, .
         return sum(found) / parameter_count(config)
 
     shape = decoder_shape(config)
+    attention = [layer for layer in range(config.num_layers) if layer not in config.delta_layers]
     return tuple(
         PresetFigures(
             flow.preset,
             share(flow.rollout),
             share(flow.training),
-            flow.rollout.attention_format(config.num_layers // 2),
+            flow.rollout.attention_format(attention[len(attention) // 2]),
             published_bytes(config, flow, sizes),
             flow.exact,
         )

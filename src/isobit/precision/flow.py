@@ -143,7 +143,8 @@ class Graph:
 
     def has_tensor_scales(self, layer: int) -> bool:
         """Whether the layer has one scale for each of Q, K and V."""
-        return self.site(f"layers.{layer}.attention").per_tensor
+        site = self._by_name.get(f"layers.{layer}.attention")  # or the layer has a delta rule
+        return site is not None and site.per_tensor
 
     @property
     def num_layers(self) -> int:

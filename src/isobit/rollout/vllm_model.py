@@ -59,6 +59,11 @@ def described_model(policy: Policy) -> dict[str, Any]:
             f"rollout.engine = 'vllm' takes dense models, and this one is of the family "
             f"{shape.family}, with experts; set rollout.engine = 'native'"
         )
+    if shape.delta is not None:
+        raise ConfigError(
+            f"rollout.engine = 'vllm' takes models with attention in every layer, and this one, "
+            f"{shape.family}, has gated delta nets; set rollout.engine = 'native'"
+        )
     others = {site.forward for site in flow.rollout.sites} - {"e4m3", "bf16"}
     if others:
         raise ConfigError(

@@ -14,6 +14,7 @@ import torch
 
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.rollout import RunRolloutConfig
+from isobit.config.rules import check_sharing
 from isobit.config.training import TrainingConfig
 from isobit.kernels.backend import backend_of, use_back_end
 from isobit.memory.activations import FrozenModel
@@ -166,12 +167,23 @@ def plan_device_memory(
         hosts,
         _copied_bytes(plan, flow),
         config.cluster.rollout_tp,
+        _can_share(config),
     )
     device_plan = planner.plan(rollout, training, plan.longest)
     host = {name: here * size for name, size in device_plan.host.items()}
     if memory is not None and sum(host.values()) > memory.available:
         raise ConfigError(_too_much_offloaded(plan, host, memory.available))
     return device_plan
+
+
+def _can_share(config: RunConfig | SftConfig) -> bool:
+    """Whether processes may share engines (``config.rules``)."""
+    cluster = config.cluster.model_copy(update={"rollout_tp": 2})
+    try:
+        check_sharing(config.model_copy(update={"cluster": cluster}))
+    except ConfigError:
+        return False
+    return True
 
 
 def _copied_bytes(plan: AnyPlan, flow: PrecisionFlow) -> int:

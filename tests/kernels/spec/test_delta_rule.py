@@ -20,6 +20,8 @@ from isobit.kernels.operands import (
     DeltaWeights,
     PagedBatch,
 )
+from isobit.kernels.sizes import AttentionShape, WorkShape
+from isobit.kernels.spec import sizes
 from isobit.kernels.spec.delta_rule import (
     CHUNK,
     DeltaPages,
@@ -32,6 +34,8 @@ from isobit.kernels.spec.delta_rule import (
     sigmoid_gate,
     sigmoid_gate_backward,
 )
+from isobit.precision.flow import LinearShape
+from tests.memory.meta_memory import LiveBytes
 from tests.suites import examples
 
 SHAPE = DeltaShape(key_heads=2, value_heads=4, key_dim=12, value_dim=8, width=4)
@@ -273,6 +277,36 @@ def test_gradients_are_added_and_repeat() -> None:
             assert a.dtype == torch.bfloat16 and torch.equal(a, b)
     for name in ("convolution", "a_log", "dt_bias"):
         assert torch.equal(getattr(twice, name), 2 * getattr(once, name))
+
+
+@pytest.mark.parametrize("lengths", [(8,) * 32, (64,) * 3, (65, 3), (200,)])
+def test_memory_is_what_plans_say(lengths: tuple[int, ...]) -> None:
+    """Of heads that are large enough for states and chunks to show."""
+    shape = DeltaShape(key_heads=2, value_heads=4, key_dim=64, value_dim=64, width=4)
+    learnt = DeltaWeights(shape, torch.randn(shape.channels, 4), torch.zeros(4), torch.zeros(4))
+    tokens, planned = sum(lengths), sizes.delta(shape)
+    work = WorkShape(
+        AttentionShape(1, 1, 2),
+        (LinearShape({"x": 1}, 1),),
+        1,
+        1,
+        tokens,
+        max(lengths),
+        delta=shape,
+    )
+    once = sizes.workspaces(work)["delta rule"]
+    given = DeltaInputs(torch.randn(tokens, shape.channels), *torch.randn(2, tokens, 4).unbind(0))
+    packed, grads = PackedDelta(lengths), (learnt.convolution, learnt.a_log, learnt.dt_bias)
+    with LiveBytes() as live:
+        output, saved = packed.forward(given, learnt)
+    states = sum(one.nbytes for group in saved.states for one in group)
+    assert states <= planned.saved * tokens
+    most = (planned.saved + planned.made + 8 * shape.values) * tokens
+    assert live.peak <= most + once
+    zeros = DeltaGradients(*(torch.zeros_like(one) for one in grads))
+    with LiveBytes() as live:
+        packed.backward(saved, torch.randn_like(output), learnt, zeros)
+    assert live.peak <= (planned.gradients + 8 * shape.channels) * tokens + once
 
 
 @pytest.mark.parametrize("rows_before", [0, 1, 5])

@@ -211,7 +211,9 @@ class _Grid:
 
 @dataclass(frozen=True, slots=True)
 class DeltaSaved:
-    """Inputs of a layer's delta rule, and the states in front of the chunks of each group."""
+    """Inputs of a layer's delta rule, and the states in front of the chunks of each group, without
+    those at the start, which are zeros.
+    """
 
     inputs: DeltaInputs
     states: tuple[tuple[torch.Tensor, ...], ...]
@@ -249,7 +251,7 @@ class PackedDelta:
                 + torch.minimum(torch.arange(int(counts[part[0]])), counts[part, None] - 1),
                 counts[part],
             )
-            for part in order.split(_SEQUENCES)
+            for part in order.split(SEQUENCES)
         ]
         self._positions = torch.cat([torch.arange(length) for length in lengths])
 
@@ -274,9 +276,10 @@ class PackedDelta:
         for group in self._groups:
             kept = list[torch.Tensor]()
             state = torch.zeros(len(group.index), *_state_shape(weights), dtype=torch.float32)
-            for index, counts in group.chunks():
+            for number, (index, counts) in enumerate(group.chunks()):
                 state = state[: len(index)]
-                kept.append(state)
+                if number:
+                    kept.append(state)
                 chunks = _empty(state)
                 made = chunks.add(rows.take(index), torch.zeros_like(counts), counts)
                 is_real = torch.arange(index.shape[1]) < counts[:, None]
@@ -298,7 +301,9 @@ class PackedDelta:
         rows = rows_of(saved.inputs, windows, weights)
         wide = d_output.float().view(rows.v.shape)
         d_rows = [torch.zeros_like(x) for x in rows.all]
-        for group, states in zip(self._groups, saved.states, strict=True):
+        for group, kept in zip(self._groups, saved.states, strict=True):
+            first = torch.zeros(len(group.index), *_state_shape(weights), dtype=torch.float32)
+            states = (first, *kept)
             d_state = torch.zeros_like(states[-1])
             parts = list(zip(group.chunks(), states, strict=True))
             for (index, counts), state in reversed(parts):
@@ -346,7 +351,8 @@ class PackedDelta:
         return DeltaInputs(dx, da, db).map(lambda one: one.to(inputs.x.dtype))
 
 
-_SEQUENCES = 16  # of a group: they are padded to the longest
+SEQUENCES = 16
+"""Chunks that are computed at once; in training they are padded to the longest sequence."""
 
 
 def _plain_chunk(
@@ -490,7 +496,7 @@ class PagedDelta:
 
 def _segments(batch: PagedBatch) -> list[_Segments]:
     """The first page of each sequence that has new rows, then the second of those that have one,
-    and so on.
+    and so on, of a few sequences at a time.
     """
     steps: list[list[tuple[int, int, int, int, int]]] = []
     token = 0
@@ -506,8 +512,9 @@ def _segments(batch: PagedBatch) -> list[_Segments]:
             position, token = position + rows, token + rows
     found: list[_Segments] = []
     for step in steps:
-        pages, before, first, counts, tokens = torch.tensor(step).unbind(1)
-        found.append(_Segments(pages, before, first, counts, tokens))
+        for part in torch.tensor(step).split(SEQUENCES):
+            pages, before, first, counts, tokens = part.unbind(1)
+            found.append(_Segments(pages, before, first, counts, tokens))
     return found
 
 

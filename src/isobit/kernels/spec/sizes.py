@@ -14,6 +14,7 @@ a is the bytes of an activation (2, or 4 in fp32), f those of a number of Q, K, 
                                                                 with W tokens in all
                  4 T (3 H + 4 G) D, and the larger of 8 T H D   backward, S the longest sequence
                  and 4 W (6 H + 7 G) D + 13 B H min(S, 512) S
+      delta rule 16 chunks in FP64, or three times in FP32
       logits     8 V C + 16 max(2^22, V)                        the head in FP64, or in FP32 with
                                                                 its gradient, and one chunk of
                                                                 logits in all its forms
@@ -26,6 +27,7 @@ from collections.abc import Mapping
 from isobit.kernels.operands import DeltaShape, KvShape, kv_formats
 from isobit.kernels.sizes import AttentionShape, DeltaBytes, ExpertBytes, ExpertsShape, WorkShape
 from isobit.kernels.spec.attention import GROUP_TOKENS, QUERY_BLOCK, TILE
+from isobit.kernels.spec.delta_rule import SEQUENCES
 from isobit.kernels.spec.head import CHUNK
 from isobit.precision.flow import PrecisionFlow, Site
 from isobit.precision.quant_tensor import DTYPES, Format, block_sizes, num_blocks
@@ -138,7 +140,7 @@ def experts(shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes:
 
 
 def delta(shape: DeltaShape) -> DeltaBytes:
-    """States in FP32, one for each 64 tokens or fewer, are counted for sequences of 64 or more."""
+    """States in FP32, one for each 64 tokens that stand before others."""
     states = 4 * shape.value_heads * shape.key_dim * shape.value_dim // page_tokens
     rows = 4 * (2 * shape.value_heads * shape.key_dim + shape.values + 2 * shape.value_heads)
     mixed = 4 * (shape.width + 3) * shape.channels
@@ -169,7 +171,16 @@ def workspaces(shape: WorkShape) -> Mapping[str, int]:
             shape.attention, max(shape.tokens, shape.attended), shape.longest
         ),
         **_head(shape),
+        **({} if shape.delta is None else {"delta rule": _delta(shape.delta)}),
     }
+
+
+def _delta(shape: DeltaShape) -> int:
+    """Chunks in FP64 and their sums, or in the backward three times in FP32."""
+    key, value = shape.key_dim, shape.value_dim
+    rows = page_tokens * (3 * key + 3 * value + 6 * page_tokens)
+    head = 8 * (page_tokens * (3 * key + value) + key * value) + 4 * (rows + key * value)
+    return SEQUENCES * shape.value_heads * max(head, 12 * (rows + 2 * key * value))
 
 
 def _head(shape: WorkShape) -> Mapping[str, int]:
