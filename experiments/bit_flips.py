@@ -226,7 +226,9 @@ class _Watched(PolicyRunner):
     def forward(self, batch: Any) -> Any:
         if self._kind == "cache":
             arenas: Any = self._cache
-            self._at("cache", [x for one in arenas.layers for x in (one.values, one.scales)])
+            self._at(
+                "cache", [x for one in arenas.layers.values() for x in (one.values, one.scales)]
+            )
         self._stands("while sampling")
         return super().forward(batch)
 

@@ -64,7 +64,7 @@ class WholeStepShares:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("preset", "tolerance"), [("fp32", 1e-6), ("bf16", 1e-4)])
+@pytest.mark.parametrize(("preset", "tolerance"), [("fp32", 1e-6), ("bf16", 2**-9)])
 def test_gradients_do_not_depend_on_the_cut(
     preset: str,
     tolerance: float,
@@ -77,7 +77,8 @@ def test_gradients_do_not_depend_on_the_cut(
 
     In FP32 only the order of sums differs.  In BF16 a last bit of an FP32 GEMM can tip the rounding
     of a gradient between two operators, 2^-9 of that value, and all gradients in front of it see
-    that: hence the wider tolerance.
+    that.  How many of them tip depends on the processor's GEMM: 1e-4 of a gradient on one, 2.2e-4
+    on another, and 2^-9 if all did.
     """
     trainer = make_trainer(preset)
     groups = make_groups(trainer)
