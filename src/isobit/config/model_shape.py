@@ -20,6 +20,8 @@ MAX_WIDTH = 1 << 20
 """Elements of a hidden state, a head, or an MLP."""
 MAX_LAYERS = 1000
 MAX_HEADS = 1024
+MAX_DELTA_DIM = 256
+"""Elements of a head of a gated delta net."""
 MAX_EXPERTS = 512
 MAX_POSITIONS = 1 << 20
 
@@ -55,9 +57,9 @@ class ModelShape(Strict):
     """
     linear_num_value_heads: int | None = Field(default=None, gt=0, le=MAX_HEADS)
     """Their value heads, a multiple; by default ``linear_num_key_heads``."""
-    linear_key_head_dim: int | None = Field(default=None, gt=0, le=256)
+    linear_key_head_dim: int | None = Field(default=None, gt=0, le=MAX_DELTA_DIM)
     """Elements of a head of Q or K there; by default ``head_dim``."""
-    linear_value_head_dim: int | None = Field(default=None, gt=0, le=256)
+    linear_value_head_dim: int | None = Field(default=None, gt=0, le=MAX_DELTA_DIM)
     """Elements of a value head there; by default ``linear_key_head_dim``."""
     moe_intermediate_size: int | None = Field(default=None, gt=0, le=MAX_WIDTH)
     """Size of each expert in the family qwen3_moe; by default ``intermediate_size``."""

@@ -117,16 +117,15 @@ class Refusal:
     def _ways_of_training(self) -> Iterator[str]:
         """All other ways out, or that there is none."""
         here = self._way(self.planner, self._smaller_settings())
-        sharing = list(self._by_sharing()) if here is None else []
+        sharing, count = self._by_sharing() if here is None else None, self.planner.processes
         if here is not None:
             yield f"{self.tokens:,} fit with {here}"
         elif (shorter := self._shorter()) is not None:
             yield shorter
-        elif not sharing or "cluster.processes" in sharing[0]:
-            count = self.planner.processes
+        elif sharing is None or sharing[0] > count:
             where = "this GPU" if count == 1 else f"{count} GPUs"
             yield f"no setting makes this model's training fit on {where}"
-        more = [*self._on_more_gpus(), *sharing]
+        more = [*self._on_more_gpus(), *([sharing[1]] if sharing else [])]
         yield from more or [self._whole_on_every_gpu()]
         larger = [] if here is not None else list(self._on_a_larger_card())
         yield from larger
@@ -169,13 +168,13 @@ class Refusal:
                 counts = counts[: counts.index(count)]
                 break
 
-    def _by_sharing(self) -> Iterator[str]:
-        """The least number of GPUs of which several share an engine, and the matrices that it
-        reads.
+    def _by_sharing(self) -> tuple[int, str] | None:
+        """The least number of GPUs that do if several share an engine, and the matrices that it
+        reads; and with which settings.
         """
         planner, changes = self.planner, self._smaller_settings()
         if self.rollout is None or not self._can_share():
-            return
+            return None
         for count in (planner.processes << n for n in range(_DOUBLINGS + 1)):
             for sharing in (2, 4, 8):
                 if count % sharing or not _is_cut(planner.shape, sharing):
@@ -186,14 +185,13 @@ class Refusal:
                 if (settings := self._way(made, changes)) is not None:
                     more = {} if count == planner.processes else {"cluster.processes": count}
                     how = _text({**more, "cluster.rollout_tp": sharing})
-                    yield f"{self.tokens:,} fit with {how} and {settings}"
-                    return
+                    return count, f"{self.tokens:,} fit with {how} and {settings}"
+        return None
 
     def _can_share(self) -> bool:
         """Whether processes can share an engine that none share yet."""
         made = self.planner
-        is_plain = made.shape.lora is None and made.flow.kv_calibration is None
-        return made.can_share and made.learns and made.rollout_tp == 1 and is_plain
+        return made.can_share and made.learns and made.rollout_tp == 1 and made.shape.lora is None
 
     def _is_helped_by_gpus(self) -> bool:
         """Whether what each of any number of GPUs has whole would fit, with the least settings."""

@@ -149,6 +149,7 @@ class Attention:
         if saved.gate is not None:
             out = saved.attended.output.reshape(d_out.shape)
             d_out, d_gate = weights.hybrid.sigmoid_gate_backward(d_out, out, saved.gate)
+        norms = self._gradients(gradient)
         # no name holds dQ, dK and dV: they are gone when the projection's backward begins
         learns_sinks = self._config.has_sinks and self._config.lora is None
         sinks = gradient(f"layers.{self._layer}.sinks") if learns_sinks else None
@@ -157,9 +158,9 @@ class Attention:
             saved.qkv,
             self._transform(weights),
             positions,
-            (head_gradients := self._gradients(gradient)),
+            norms,
         )
-        self._add_reordered(gradient, head_gradients)
+        self._add_reordered(gradient, norms)
         d_qkv = self._normed_backward(weights, gradient, d_qkv, saved.qkv)
         d_qkv = self._gate_beside(self._paired(d_qkv, back=True), d_gate)
         d_a = self._qkv.backward(weights, gradient, d_qkv, saved.normed)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isobit.config.model_shape import (
+    MAX_DELTA_DIM,
     MAX_EXPERTS,
     MAX_HEADS,
     MAX_LAYERS,
@@ -26,7 +27,6 @@ from isobit.models.families import (
 )
 from isobit.util.errors import ModelError
 
-_MAX_DELTA_DIM = 256
 _LABELS_BY_DEFAULT = 2  # the number of labels in transformers if config.json does not give it
 
 
@@ -167,22 +167,15 @@ def _read_delta(fields: ConfigFields, traits: Traits, layers: int) -> dict[str, 
     if not fields.flag("attn_output_gate", True):
         raise fields.refusal("attn_output_gate", "expected true")
     interval = fields.integer("full_attention_interval", 1, MAX_LAYERS, traits.default_interval)
-    kinds = fields.list_of("layer_types", str)
-    if kinds is None:
-        full = every_layer(interval, layers)
-        kinds = ["full_attention" if n in full else "linear_attention" for n in range(layers)]
-    if len(kinds) != layers or not {*kinds} <= {"linear_attention", "full_attention"}:
-        raise fields.refusal(
-            "layer_types", f"expected linear_attention or full_attention for each of {layers}"
-        )
+    kinds = _kinds_of_layers(fields, layers, interval, "linear_attention")
     if "full_attention" not in kinds:
         key = "layer_types" if fields.has("layer_types") else "full_attention_interval"
         raise fields.refusal(key, "expected full_attention for one layer or more")
     delta = DeltaShape(
         fields.integer("linear_num_key_heads", 1, MAX_HEADS),
         fields.integer("linear_num_value_heads", 1, MAX_HEADS),
-        fields.integer("linear_key_head_dim", 1, _MAX_DELTA_DIM),
-        fields.integer("linear_value_head_dim", 1, _MAX_DELTA_DIM),
+        fields.integer("linear_key_head_dim", 1, MAX_DELTA_DIM),
+        fields.integer("linear_value_head_dim", 1, MAX_DELTA_DIM),
         fields.integer("linear_conv_kernel_dim", 2, 16),
     )
     if delta.value_heads % delta.key_heads:
@@ -197,20 +190,28 @@ def _read_layer_types(fields: ConfigFields, traits: Traits, layers: int) -> dict
         interval = fields.integer("sliding_window_pattern", 1, MAX_LAYERS, interval)
     if "sliding_window" in fields.values:  # null is none
         window = fields.optional_integer("sliding_window", 1, MAX_POSITIONS)
-    kinds = fields.list_of("layer_types", str)
-    if kinds is None:
-        without = every_layer(interval, layers)
-        kinds = ["full_attention" if n in without else "sliding_attention" for n in range(layers)]
-    if len(kinds) != layers or not {*kinds} <= {"sliding_attention", "full_attention"}:
-        raise fields.refusal(
-            "layer_types", f"expected sliding_attention or full_attention for each of {layers}"
-        )
+    kinds = _kinds_of_layers(fields, layers, interval, "sliding_attention")
     full = tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
     if len(full) == layers:
         return {}
     if window is None:
         raise fields.refusal("sliding_window", "layer_types names layers that have one")
     return {"sliding_window": window, "windowless_layers": full}
+
+
+def _kinds_of_layers(fields: ConfigFields, layers: int, interval: int, other: str) -> list[str]:
+    """``layer_types``, by default full_attention in every layer with a number that ``interval``
+    divides, and the ``other`` kind elsewhere.
+    """
+    kinds = fields.list_of("layer_types", str)
+    if kinds is None:
+        full = every_layer(interval, layers)
+        kinds = ["full_attention" if n in full else other for n in range(layers)]
+    if len(kinds) != layers or not {*kinds} <= {other, "full_attention"}:
+        raise fields.refusal(
+            "layer_types", f"expected {other} or full_attention for each of {layers}"
+        )
+    return kinds
 
 
 def every_layer(interval: int, layers: int) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ from isobit.kernels.operands import (
     PagedBatch,
     rounded,
 )
-from isobit.kernels.spec.pointwise import row_sum
+from isobit.kernels.spec.pointwise import gated, inverse_rms, row_sum
 from isobit.kernels.spec.qkv import Heads, factors
 
 CHUNK = 64
@@ -100,7 +100,7 @@ def _rows_of_mixed(
     shape = weights.shape
     active = _silu(mixed.float())
     keys = shape.key_heads * shape.key_dim
-    q, k, v = active.split([keys, keys, shape.value_heads * shape.value_dim], 1)
+    q, k, v = active.split([keys, keys, shape.values], 1)
     q, k = (_normalised(x.reshape(len(x), shape.key_heads, shape.key_dim)) for x in (q, k))
     repeat = shape.value_heads // shape.key_heads
     rate = torch.exp(weights.a_log.float())
@@ -168,6 +168,12 @@ class Chunks:
             self.updates[chunk, :, row] = wanted[:, :, new] - known
             made.put(chunk, row, self.updates[chunk, :, row])
         return seen * queries.product(columns) + made.weighted(decay * queries.product(keys))
+
+    def first(self, count: int) -> "Chunks":
+        """The first so many, not copied."""
+        held = self.keys, self.updates, self.decays, self.state
+        keys, updates, decays, state = (one[:count] for one in held)
+        return Chunks(keys, updates, decays, state)
 
     def next_state(self) -> torch.Tensor:
         """S1 of whole chunks, FP32 [n, H, dk, dv]."""
@@ -275,16 +281,16 @@ class PackedDelta:
         states = list[tuple[torch.Tensor, ...]]()
         for group in self._groups:
             kept = list[torch.Tensor]()
-            state = torch.zeros(len(group.index), *_state_shape(weights), dtype=torch.float32)
-            for number, (index, counts) in enumerate(group.chunks()):
-                state = state[: len(index)]
-                if number:
+            chunks: Chunks | None = None
+            for index, counts in group.chunks():
+                if chunks is None:
+                    state = _no_state(group, weights)
+                else:
+                    state = chunks.first(len(index)).next_state()
                     kept.append(state)
                 chunks = _empty(state)
                 made = chunks.add(rows.take(index), torch.zeros_like(counts), counts)
-                is_real = torch.arange(index.shape[1]) < counts[:, None]
-                output[index[is_real]] = made.transpose(1, 2)[is_real]
-                state = chunks.next_state()
+                _put(output, index, counts, made)
             states.append(tuple(kept))
         made = rounded(output.flatten(1), inputs.x.dtype)
         return made, DeltaSaved(inputs, tuple(states))
@@ -302,8 +308,7 @@ class PackedDelta:
         wide = d_output.float().view(rows.v.shape)
         d_rows = [torch.zeros_like(x) for x in rows.all]
         for group, kept in zip(self._groups, saved.states, strict=True):
-            first = torch.zeros(len(group.index), *_state_shape(weights), dtype=torch.float32)
-            states = (first, *kept)
+            states = (_no_state(group, weights), *kept)
             d_state = torch.zeros_like(states[-1])
             parts = list(zip(group.chunks(), states, strict=True))
             for (index, counts), state in reversed(parts):
@@ -316,7 +321,7 @@ class PackedDelta:
                 d_output_rows = d_made.transpose(1, 2).contiguous()
                 found = gradients_of(_plain_chunk, given, (d_output_rows, d_next))
                 for total, one in zip(d_rows, found[:-1], strict=True):
-                    total[index[is_real]] = one.transpose(1, 2)[is_real]
+                    _put(total, index, counts, one)
                 d_state = found[-1]
         return self._inputs_backward(saved.inputs, windows, d_rows, weights, gradients)
 
@@ -388,9 +393,17 @@ def gradients_of(
         return torch.autograd.grad(function(*leaves), leaves, d_made, materialize_grads=True)
 
 
-def _state_shape(weights: DeltaWeights) -> tuple[int, int, int]:
+def _put(target: torch.Tensor, index: torch.Tensor, counts: torch.Tensor, x: torch.Tensor) -> None:
+    """Write [n, H, m, ...] to the tokens int64 [n, m], of which ``counts`` [n] are not repeated."""
+    is_real = torch.arange(index.shape[1]) < counts[:, None]
+    target[index[is_real]] = x.transpose(1, 2)[is_real]
+
+
+def _no_state(group: _Group, weights: DeltaWeights) -> torch.Tensor:
+    """The states in front of a group's sequences, FP32 [n, H, dk, dv]."""
     shape = weights.shape
-    return shape.value_heads, shape.key_dim, shape.value_dim
+    sizes = len(group.index), shape.value_heads, shape.key_dim, shape.value_dim
+    return torch.zeros(sizes, dtype=torch.float32)
 
 
 def _empty(state: torch.Tensor) -> Chunks:
@@ -467,8 +480,7 @@ class PagedDelta:
             places = torch.arange(int(step.counts.max()))
             index = step.tokens[:, None] + torch.minimum(places, step.counts[:, None] - 1)
             made = chunks.add(rows.take(index), step.first, step.counts)
-            is_real = places < step.counts[:, None]
-            output[index[is_real]] = made.transpose(1, 2)[is_real]
+            _put(output, index, step.counts, made)
             pages.write(step.pages, chunks)
         return rounded(output.flatten(1), inputs.x.dtype)
 
@@ -531,8 +543,7 @@ def _gated_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
     heads = x.reshape(-1, weight.shape[0])
-    inverse = (row_sum(heads * heads) / weight.shape[0] + epsilon).rsqrt()
-    return (heads * inverse * weight).view(x.shape) * _silu(gate)
+    return gated(gate, (heads * inverse_rms(heads, epsilon) * weight).view(x.shape))
 
 
 def gated_norm_backward(

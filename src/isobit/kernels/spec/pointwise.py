@@ -67,7 +67,7 @@ def row_sum(x: torch.Tensor) -> torch.Tensor:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """x [..., C], weight [C] -> y like x."""
     wide = x.float()
-    return rounded(wide * _inverse_rms(wide, epsilon) * weight.float(), x.dtype)
+    return rounded(wide * inverse_rms(wide, epsilon) * weight.float(), x.dtype)
 
 
 def add_rms_norm(
@@ -97,7 +97,7 @@ def rms_norm_backward(
 ) -> torch.Tensor:
     """dy and h [..., C] -> dh in the dtype of h; grad, FP32 [C], += dw."""
     wide, dy = h.float(), dy.float()
-    inverse = _inverse_rms(wide, epsilon)
+    inverse = inverse_rms(wide, epsilon)
     normalised = wide * inverse
     if grad is not None:
         grad.add_((dy * normalised).reshape(-1, h.shape[-1]).sum(0))
@@ -107,7 +107,8 @@ def rms_norm_backward(
     return dh if d_residual is None else d_residual + dh
 
 
-def _inverse_rms(wide: torch.Tensor, epsilon: float) -> torch.Tensor:
+def inverse_rms(wide: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """FP32 [..., C] -> 1 / sqrt(mean(x^2) + eps), [..., 1]."""
     return (row_sum(wide * wide) / wide.shape[-1] + epsilon).rsqrt()
 
 
