@@ -7,11 +7,19 @@ import torch
 
 from isobit.config.model_shape import Family
 from isobit.kernels.operands import DeltaShape
+from isobit.models.config import Experts
 from isobit.models.decoder import Scorable
 from isobit.models.families import FAMILIES
 from isobit.models.policy import Policy
 from isobit.precision.quant_tensor import Side
 from isobit.records.batch import PackedBatch
+
+EXPERTS: dict[Family, Experts] = {
+    "qwen3_moe": Experts(4, 2, 24, renormalise=False, dense_layers=(1,)),
+    "mixtral": Experts(4, 2, 40, renormalise=True),
+    "gpt_oss": Experts(4, 2, 40, renormalise=True),
+}
+"""Of each family that has them, in three layers."""
 
 
 def whole_batch(

@@ -24,7 +24,7 @@ from isobit.models.rope import (
 from isobit.models.shapes import SHAPES, model_shape
 from isobit.run.model_source import decoder_of
 from isobit.util.errors import ConfigError, ModelError
-from tests.models.policies import delta_nets
+from tests.models.policies import EXPERTS, delta_nets
 from tests.mutations import COUNT, Outcomes
 
 NAMES: list[Family] = list(FAMILIES)
@@ -35,13 +35,6 @@ SCALINGS: list[RopeScaling | None] = [
     YarnScaling(4.0, 32),
     YarnScaling(4.0, 32, 8.0, 2.0, truncate=False, mscale=1.0, mscale_all_dim=0.5),
 ]
-EXPERTS: dict[Family, Experts] = {
-    "qwen3_moe": Experts(4, 2, 24, renormalise=False, dense_layers=(1,)),
-    "mixtral": Experts(4, 2, 40, renormalise=True),
-    "gpt_oss": Experts(4, 2, 40, renormalise=True),
-}
-
-
 SAID_OTHERWISE = {
     "attention_bias",  # Qwen2 has them whatever it says
     "decoder_sparse_step",  # as the next, layers without experts

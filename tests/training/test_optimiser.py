@@ -131,6 +131,25 @@ def test_adamw_against_its_formula_and_only_matrices_decay() -> None:
         torch.testing.assert_close(parameter.detach().double(), x, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("shape", [(6,), (6, 4), (6, 1, 4), (2, 3, 4), (2, 1, 3, 2)])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "fp8"])
+def test_a_master_of_any_shape_moves_and_decays_from_two_axes_on(
+    shape: tuple[int, ...], moments: Moments
+) -> None:
+    settings = config(weight_decay=0.5, moments=moments)
+    moved = list[torch.Tensor]()
+    for grad in (0.0, 1.0):
+        master = torch.nn.Parameter(torch.ones(shape))
+        master.grad = torch.full(shape, grad)
+        optimiser = build_optimiser({"one": master}, settings, SPEC)
+        optimiser.learning_rate = 0.1
+        optimiser.step()
+        moved.append(master.detach())
+    decay = 0.05 if len(shape) > 1 else 0.0
+    torch.testing.assert_close(moved[0], torch.full(shape, 1 - decay))
+    torch.testing.assert_close(moved[1], torch.full(shape, 0.9 - decay))
+
+
 @pytest.mark.parametrize("small", ["bf16", "fp8"])
 def test_small_moments_follow_fp32_ones_and_their_rounding_is_the_seeds(small: str) -> None:
     def train(moments: str, seed: int = 0, steps: int = 10) -> torch.Tensor:

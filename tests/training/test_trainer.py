@@ -12,14 +12,19 @@ from isobit.algorithms.advantages import group_advantages
 from isobit.algorithms.objective import LossOutputs, Shares
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
-from isobit.models.policy import Policy
+from isobit.config.model_shape import Family
+from isobit.config.precision import PrecisionConfig
+from isobit.config.training import TrainingConfig
+from isobit.models.families import FAMILIES
+from isobit.models.policy import Policy, random_policy
 from isobit.records.batch import PackedBatch, TokenScores
 from isobit.records.packing import pack, sequences_of
 from isobit.records.text import Group
 from isobit.training.supervised import SupervisedObjective
 from isobit.training.trainer import Trainer
 from isobit.util.errors import NonFiniteError
-from tests.training.conftest import INT8_BEFORE
+from tests.models.policies import EXPERTS, delta_nets
+from tests.training.conftest import INT8_BEFORE, TINY
 
 GRPO = build_algorithm(GrpoConfig())
 MakeTrainer = Callable[..., Trainer]
@@ -169,10 +174,16 @@ def test_going_on_from_what_was_stored_gives_the_same_bits(
     assert kinds == {"step": "float32", **expected[moments]}
 
 
+@pytest.mark.few(3)
+@pytest.mark.parametrize("family", sorted(FAMILIES, key=lambda name: name != "qwen3_5_text"))
 def test_an_update_moves_every_master_and_publishes(
-    make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot
+    family: Family, make_groups: MakeGroups, snapshot: Snapshot
 ) -> None:
-    trainer = make_trainer()
+    own = {"experts": EXPERTS.get(family)} | delta_nets(family, 2)
+    config = replace(TINY, family=family, num_layers=2, **own)
+    policy = random_policy(config, PrecisionConfig(preset="fp32"), seed=0)
+    settings = TrainingConfig(tokens_per_microbatch=128, learning_rate=1e-3)
+    trainer = Trainer(policy, settings, total_updates=10)
     before, version = snapshot(trainer.policy), trainer.policy.version
     batches = batches_of(make_groups(trainer), 128)
     log_probs = trainer.scorer.score(batches[0]).log_probs

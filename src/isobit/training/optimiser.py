@@ -188,7 +188,7 @@ def build_optimiser(
     """
     others = [master for name, master in masters.items() if name != head]
     heads = [master for name, master in masters.items() if name == head]
-    matrices = [master for master in others if master.dim() == 2]
+    matrices = [master for master in others if master.dim() >= 2]
     vectors = [master for master in others if master.dim() < 2]
     groups = [
         ParameterGroup(matrices, config.weight_decay),
