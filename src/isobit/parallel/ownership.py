@@ -16,6 +16,7 @@ number):
 sending a megabyte, so small tensors are packed together and large ones sent in groups.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -49,11 +50,12 @@ class Ownership:
         cuts: dict[str, tuple[int, ...]] = {}
         for name, shape in shapes.items():
             bounds, width = _bounds(shape[0], parts.get(name) or (shape[0],)), prod(shape[1:])
-            rows = [0]
-            for (first, last), of_hosts in zip(
-                pairwise(_cut(bounds, width, owned)), owned_by_host, strict=True
-            ):
-                within = [row for row in bounds if first <= row <= last]
+            of_ranks, rows = _cut(bounds, width, owned), [0]
+            if hosts == 1:
+                cuts[name] = of_ranks
+                continue
+            for (first, last), of_hosts in zip(pairwise(of_ranks), owned_by_host, strict=True):
+                within = bounds[bisect_left(bounds, first) : bisect_left(bounds, last) + 1]
                 rows += _cut(within, width, of_hosts)[1:]
             cuts[name] = tuple(rows)
         return cls(size, cuts, hosts)
@@ -74,14 +76,12 @@ class Ownership:
 
     def numbers(self, shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> list[int]:
         """How many numbers each rank owns of some masters."""
-        return [
-            sum(
-                (rows.stop - rows.start) * prod(shapes[name][1:])
-                for name in names
-                for rows in [self.rows(name, rank)]
-            )
-            for rank in range(self.size)
-        ]
+        totals, places = [0] * self.size, self.places
+        for name in names:
+            cuts, width = self.cuts[name], prod(shapes[name][1:])
+            for rank, place in enumerate(places):
+                totals[rank] += (cuts[place + 1] - cuts[place]) * width
+        return totals
 
     def _place(self, rank: int) -> int:
         host, inside = divmod(rank, self.size // self.hosts)

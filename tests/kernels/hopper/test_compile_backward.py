@@ -54,6 +54,7 @@ QUANTISED = {
 """Any two of what is gated, has rows, and has scales that are powers of two."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantise(name: str) -> None:
     constants = QUANTISED[name]
@@ -65,6 +66,7 @@ def test_quantise(name: str) -> None:
     assert made.programs >= (5 if power_of_two else 4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("columns", "power_of_two"), [(12288, False), (576, True)])
 def test_swiglu_backward_quantise(columns: int, power_of_two: bool) -> None:
     made = compile_for_hopper(

@@ -48,7 +48,7 @@ def assert_asynchronous(made: Compiled) -> None:
     assert made.ptx.count("setmaxnreg") > 4
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(
     ("dim", "group", "window"), [(64, 16, 0), (128, 1, 0), (128, 4, 0), (128, 4, 4096)]
@@ -66,7 +66,7 @@ def test_keys(dim: int, group: int, window: int, int8: bool) -> None:
     assert_asynchronous(compiled(attention_backward._keys_kernel, types, constants, most_stack))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(("dim", "window"), [(64, 0), (128, 0), (128, 4096)])
 def test_queries(dim: int, window: int, int8: bool) -> None:
@@ -85,6 +85,7 @@ def test_queries(dim: int, window: int, int8: bool) -> None:
     assert_asynchronous(compiled(attention_backward._queries_kernel, types, constants, most_stack))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(
     ("qk", "v", "scale"),
@@ -104,6 +105,7 @@ def test_prepare(dim: int, qk: str, v: str, scale: str | None) -> None:
     assert made.wide_loads and made.wide_stores
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("n", "k", "experts"), [(24576, 4096, False), (960, 576, False), (1536, 2048, True)]
 )
