@@ -1,6 +1,6 @@
 # GPU tests of both back ends and checks by commands, beside or in place of a queue (README.md): begun behind unpack.sh on cards that nothing else
 # uses, `CARDS="0 1 2 3" setsid bash experiments/sitting/checks.sh > /tmp/checks.log 2>&1 < /dev/null &`.  The last two cards have the tests of
-# several GPUs first.  wait.sh keeps the logs.  On four H200s all but those tests ended in 330 s, without kept kernels.
+# several GPUs first; on one card (`CARDS=0`) they are left out.  wait.sh keeps the logs.  On four H200s all but those tests ended in 330 s, without kept kernels.
 . experiments/sitting/environment.sh
 cd $TREE || exit 1; export CUDA_MPS_PIPE_DIRECTORY=/tmp/none KEY=secret; cards=(${CARDS:-0 1 2 3}); touch /tmp/queue.log
 isobit() { python3 -m isobit.cli.main "$@"; }
@@ -9,7 +9,8 @@ SEVERAL="tests/gpu/test_ranks.py tests/gpu/test_peer_copies.py tests/gpu/test_te
 one_card() { ls tests/gpu/test_*.py | grep -vF "$(tr ' ' '\n' <<< $SEVERAL)"; }
 by_commands() {
   isobit doctor; since "doctor: $?"
-  for one in qwen3-8b:int8:triton qwen3-8b:bf16:triton qwen3-8b:fp8:triton olmo2-1b:int8:hopper smollm3-3b:int8:hopper; do
+  for one in qwen3-8b:int8:triton qwen3-8b:bf16:triton qwen3-8b:fp8:triton olmo2-1b:int8:hopper smollm3-3b:int8:hopper \
+    gemma-3-4b:int8:hopper gpt-oss-20b:int8:hopper gemma-3-4b:int8:triton gpt-oss-20b:int8:triton; do
     IFS=: read -r shape flow back_end <<< $one
     timeout 200 python3 -m isobit.cli.main verify --shape $shape --precision $flow --longest 2048 --back_end $back_end; since "$one: $?"
   done
@@ -28,6 +29,11 @@ timings() {
   done
   tail -n +1 /tmp/portable/*/*
 }
+if [ ${#cards[@]} = 1 ]; then  # what takes a card's memory or time waits for the tests
+  export CUDA_VISIBLE_DEVICES=${cards[0]}
+  tests -n 7 $(one_card) > /tmp/hopper.log 2>&1 & tests -n 7 --back-end triton $(one_card) > /tmp/portable.log 2>&1; wait
+  by_commands > /tmp/commands.log 2>&1; timings > /tmp/timings.log 2>&1; by_server > /tmp/server.log 2>&1; touch /tmp/queue.ended; exit
+fi
 (CUDA_VISIBLE_DEVICES=${cards[0]} tests -n 14 $(one_card) > /tmp/hopper.log 2>&1) &
 (CUDA_VISIBLE_DEVICES=${cards[1]} timings > /tmp/timings.log 2>&1) &
 (CUDA_VISIBLE_DEVICES=${cards[2]},${cards[3]} tests -v -n 1 $SEVERAL > /tmp/several.log 2>&1
