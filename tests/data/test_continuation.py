@@ -33,6 +33,7 @@ FORMAT_OF: dict[str, ToolFormat] = {
     **dict.fromkeys(("llama3_1", "llama3_2"), "llama3"),
     **dict.fromkeys(("mistral_nemo", "mistral_small"), "mistral"),
     **dict.fromkeys(("qwen2_5", "qwen3"), "hermes"),
+    **dict.fromkeys(("qwen3_5", "qwen3_coder"), "qwen3_coder"),
 }
 REFUSED = {"deepseek_r1_distill", "gpt_oss"}
 
@@ -81,7 +82,11 @@ def test_a_turn_goes_on_with_what_the_user_says(family: str) -> None:
     tokenizer = tokenizer_of(family)
     stops = [tokenizer.get_vocab()[end] for end in ENDS if end in tokenizer.get_vocab()]
     chat = ChatConfig(date=datetime(2025, 3, 7))
-    if family in {*REFUSED, "qwen3"}:  # which removes the thoughts of a turn that the user answers
+    if family in {
+        *REFUSED,
+        "qwen3",
+        "qwen3_5",
+    }:  # which removes the thoughts of a turn that the user answers
         with pytest.raises(ConfigError, match=r"cannot be continued|ends an answer with none"):
             Continuation(tokenizer, chat, "plain", [], stops, ["user"])
         return
@@ -112,13 +117,10 @@ def test_a_template_with_another_format_is_refused() -> None:
         tool_format(tokenizer_of("gpt_oss"), ChatConfig())
 
 
-@pytest.mark.parametrize("begins", ["<function={{ c.function.name }}>", "<arg_key>"])
-def test_a_template_with_another_format_inside_of_hermes_tag_is_refused(begins: str) -> None:
-    """Qwen3-Coder's and GLM's."""
+def test_a_template_with_another_format_inside_of_hermes_tag_is_refused() -> None:
+    """GLM's."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("qwen3").backend_tokenizer)
-    tokenizer.chat_template = (
-        "{{ tools }}{% for c in messages %}<tool_call>" + begins + "{% endfor %}"
-    )
+    tokenizer.chat_template = "{{ tools }}{% for c in messages %}<tool_call><arg_key>{% endfor %}"
     with pytest.raises(ConfigError, match="calls of tools in a format that Isobit does not read"):
         tool_format(tokenizer, ChatConfig())
 

@@ -9,19 +9,21 @@ from hypothesis import strategies as st
 
 from isobit.config.environment import ToolFormat
 from isobit.data import tool_calls
+from isobit.data.call_values import typed
 from isobit.data.tool_calls import (
     MOST_CALLS,
     MalformedCall,
+    Parameters,
     Parsed,
     Said,
     ToolCall,
     TurnReader,
-    names_of,
+    parameters_of,
     read_turn,
 )
 from tests.data.test_chat_templates import tokenizer_of
 
-FORMATS: tuple[ToolFormat, ...] = ("hermes", "llama3", "mistral", "plain")
+FORMATS: tuple[ToolFormat, ...] = ("hermes", "qwen3_coder", "llama3", "mistral", "plain")
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[add(")
 THOUGHTS = (
     *(("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]")),
@@ -32,6 +34,7 @@ PIECES = [
     *(*MARKS, *TAGS, "[CALL_ID]", "<thi", "</think", "[/TH", "<tool_"),
     *("{", "}", "[", "]", "(", ")", ",", ":", ";", "=", '"', "\\", "\n", " ", "add", "[add("),
     *('{"name": "add", "arguments": {"a": 1}}', '{"name": "add", "parameters": "{}"}', "null"),
+    *("<function=add>", "<parameter=a>", "</parameter>", "</function>", "<function", "None"),
     *("NaN", "-Infinity", "1e999", "9" * 5000, "[" * 1500, '{"a":' * 1200, "\ud800", "\0", "é"),
 ]
 """What formats are made of, and what readers of JSON stumble over."""
@@ -44,11 +47,14 @@ JSON = st.recursive(
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
 ARGUMENTS = st.dictionaries(NAMES, JSON, max_size=3)
 CALLS = st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3)
+SCHEMA = {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}
+ADDING = parameters_of([SCHEMA])
+TYPES = {str: "string", bool: "boolean", int: "integer", dict: "object", list: "array"}
 TEXT = st.text() | st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 
 
 def calls_in(text: str, form: ToolFormat, is_thinking: bool = False) -> list[Parsed]:
-    return read_turn(text, form, ["add"], is_thinking).calls
+    return read_turn(text, form, ADDING, is_thinking).calls
 
 
 def written(calls: list[tuple[str, dict[str, Any]]], form: ToolFormat) -> str:
@@ -57,6 +63,8 @@ def written(calls: list[tuple[str, dict[str, Any]]], form: ToolFormat) -> str:
     match form:
         case "hermes":
             return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
+        case "qwen3_coder":
+            return "\n".join(map(tagged, calls))
         case "llama3":
             return "; ".join(one.replace('"arguments"', '"parameters"', 1) for one in objects)
         case "mistral":
@@ -69,9 +77,28 @@ def written(calls: list[tuple[str, dict[str, Any]]], form: ToolFormat) -> str:
             return f"[{', '.join(inside)}]"
 
 
+def tagged(call: tuple[str, dict[str, Any]]) -> str:
+    """A call as the template of Qwen3-Coder writes it."""
+    name, given = call
+    texts = {
+        key: json.dumps(one) if isinstance(one, dict | list) else str(one)
+        for key, one in given.items()
+    }
+    inside = "".join(f"<parameter={key}>\n{one}\n</parameter>\n" for key, one in texts.items())
+    return f"<tool_call>\n<function={name}>\n{inside}</function>\n</tool_call>"
+
+
+def schemas_of(calls: list[tuple[str, dict[str, Any]]]) -> dict[str, Parameters]:
+    """Tools that have these calls; each of a name has the types of its last one."""
+    return {
+        name: {key: {"type": TYPES.get(type(one), "null")} for key, one in given.items()}
+        for name, given in calls
+    }
+
+
 def in_pieces(text: str, sizes: list[int], form: ToolFormat, is_thinking: bool) -> Said:
     """What a reader says of a turn that arrives in pieces."""
-    reader, told, place = TurnReader(form, ["add"], is_thinking), "", 0
+    reader, told, place = TurnReader(form, ADDING, is_thinking), "", 0
     for size in [*sizes, len(text)]:
         told += reader.feed(text[place : place + size])
         place += size
@@ -85,7 +112,7 @@ def in_pieces(text: str, sizes: list[int], form: ToolFormat, is_thinking: bool) 
 def test_nothing_that_a_model_writes_raises_whole_or_in_pieces(
     form: ToolFormat, text: str, is_thinking: bool, sizes: list[int]
 ) -> None:
-    said = read_turn(text, form, ["add"], is_thinking)
+    said = read_turn(text, form, ADDING, is_thinking)
     assert len(said.calls) <= MOST_CALLS + 1
     assert text.startswith(said.text)
     for one in said.calls:
@@ -114,8 +141,9 @@ def test_calls_are_read_as_they_were_meant_behind_any_thinking(
         draft = written([("draft", {}), *calls], form)
         assume(not any(tag in draft for tag in TAGS))
         ahead = f"{'' if begun else thought[0]}{inside}\n{draft}{thought[1]}"
-    names = ["draft", *(name for name, _ in calls)]
-    said = read_turn(ahead + text, form, names, is_thinking=bool(thought) and begun)
+    assume(form != "qwen3_coder" or len(calls) == len({name for name, _ in calls}))
+    tools = {"draft": {}, **schemas_of(calls)}
+    said = read_turn(ahead + text, form, tools, is_thinking=bool(thought) and begun)
     assert said == Said(ahead, [ToolCall(name, arguments) for name, arguments in calls])
 
 
@@ -124,8 +152,8 @@ def test_calls_are_read_as_they_were_meant_behind_any_thinking(
 def test_nothing_inside_thinking_is_a_call(
     form: ToolFormat, calls: list[tuple[str, dict[str, Any]]], inside: str
 ) -> None:
-    names = [name for name, _ in calls]
-    draft = written([(name, {}) for name in names], form) + inside
+    tools = schemas_of(calls)
+    draft = written([(name, {}) for name, _ in calls], form) + inside
     for text, is_thinking in (
         (f"<think>{draft}</think> 4", False),
         (f"{draft}</think> 4", True),
@@ -134,15 +162,24 @@ def test_nothing_inside_thinking_is_a_call(
         (f"[THINK]{draft}", False),
         (draft, True),
     ):
-        assert read_turn(text, form, names, is_thinking) == Said(text, [])
+        assert read_turn(text, form, tools, is_thinking) == Said(text, [])
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2_5", "qwen3", "llama3_1", "mistral_nemo", "mistral_small"]
+    ("family", "form"),
+    [
+        ("qwen2_5", "hermes"),
+        ("qwen3", "hermes"),
+        ("qwen3_5", "qwen3_coder"),
+        ("qwen3_coder", "qwen3_coder"),
+        ("llama3_1", "llama3"),
+        ("mistral_nemo", "mistral"),
+        ("mistral_small", "mistral"),
+    ],
 )
-def test_what_a_template_writes_is_read_back(family: str) -> None:
-    forms: dict[str, ToolFormat] = {"q": "hermes", "l": "llama3", "m": "mistral"}
-    arguments = {"city": "Zürich </think> <tool_call>", "days": 1}
+def test_what_a_template_writes_is_read_back(family: str, form: ToolFormat) -> None:
+    types = {"city": "string", "days": "integer", "exact": "boolean", "places": "array"}
+    arguments = {"city": "Zürich </think> <tool_call>", "days": 1, "exact": True, "places": ["a"]}
     function = {"name": "weather", "arguments": arguments}
     call = {"type": "function", "id": "call00001", "function": function}
     asked: list[dict[str, Any]] = [{"role": "user", "content": "How warm is it?"}]
@@ -155,8 +192,9 @@ def test_what_a_template_writes_is_read_back(family: str) -> None:
     text = whole.removeprefix(ahead)
     for end in ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "</s>"):
         text = text.partition(end)[0]
+    tools = {"weather": {key: {"type": one} for key, one in types.items()}}
     expected = [ToolCall("weather", arguments)]
-    assert read_turn(text, forms[family[0]], ["weather"], is_thinking=False).calls == expected
+    assert read_turn(text, form, tools, is_thinking=False).calls == expected
 
 
 ADD = ToolCall("add", {"a": 1})
@@ -195,6 +233,13 @@ WRITTEN = '{"name": "add", "arguments": {"a": 1}}'
         ("plain", "the matrix [f(2), sin(x)]", []),
         ("hermes", '<tool_call>{"name": "add", "arguments": " {\\"a\\": 1} "}</tool_call>', [ADD]),
         ("hermes", '<tool_call>{"name": "add", "arguments": null, "parameters": {"a": 1}}', [ADD]),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter></function>", [ADD]),
+        ("qwen3_coder", f"<tool_call>{WRITTEN}</tool_call>", [ADD]),
+        ("qwen3_coder", "<tool_call><function=add></function> <function=add></function>",
+         [NONE, NONE]),
+        ("qwen3_coder", "It is `<tool_call>` that begins one", []),
+        ("qwen3_coder", "<tool_call><function=sub><parameter=a>1</parameter></function>",
+         [ToolCall("sub", {"a": "1"})]),
     ],
 )  # fmt: skip
 def test_other_spellings(form: ToolFormat, text: str, expected: list[Parsed]) -> None:
@@ -219,6 +264,15 @@ def test_no_arguments_are_written_in_many_ways(arguments: str | None) -> None:
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}, "parameters": {"a": 2}}',
          "and not both"),
         ("hermes", "<tool_call>", "invalid JSON"),
+        ("qwen3_coder", "<tool_call>add(1)</tool_call>", "begins with <function=name>, found 'add"),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>1 2</parameter></function>",
+         "parameter a: there is text behind its value: ' 2'"),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>x</parameter></function>",
+         "parameter a: invalid JSON: Expecting value at 'x'"),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>1</function>",
+         "parameter a: it does not end in </parameter>"),
+        ("qwen3_coder", "<tool_call><function=add>1</function>", "a call ends in </function>"),
+        ("qwen3_coder", "<tool_call><function=add></function> 1", "text behind </function>: ' 1'"),
         ("llama3", '{"name": "add", "parameters": {"a": NaN}}', "NaN is no number of JSON"),
         ("llama3", "<|python_tag|>add(1)", "invalid JSON"),
         ("mistral", "[TOOL_CALLS]", "a call is missing"),
@@ -245,17 +299,41 @@ def test_a_turn_of_broken_calls_is_read_in_a_time_that_grows_with_its_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An error of JSON counts the lines before it."""
-    read, places = tool_calls._json_at, list[int]()
+    read, places = tool_calls.json_at, list[int]()
 
     def counted(text: str, place: int) -> tuple[Any, str, int]:
         places.append(place)
         return read(text, place)
 
-    monkeypatch.setattr(tool_calls, "_json_at", counted)
+    monkeypatch.setattr(tool_calls, "json_at", counted)
     assert len(calls_in("<tool_call>{" * 10_000, "hermes")) == MOST_CALLS + 1
     assert len(places) < 1000
 
 
-def test_names_are_read_from_either_form_of_a_schema() -> None:
-    schema = {"name": "add", "parameters": {"type": "object"}}
-    assert names_of([schema, {"type": "function", "function": {"name": "sub"}}]) == {"add", "sub"}
+def test_parameters_are_read_from_either_form_of_a_schema() -> None:
+    wrapped = {"type": "function", "function": {"name": "sub", "parameters": []}}
+    assert parameters_of([SCHEMA, wrapped]) == {"add": {"a": {"type": "integer"}}, "sub": {}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "expected"),
+    [
+        ({"type": "string"}, "1", "1"),
+        ({}, "1", "1"),
+        (None, "[1]", "[1]"),
+        ({"type": "number"}, " 1.5 ", 1.5),
+        ({"type": "boolean"}, "False", False),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"type": ["string", "null"]}, "1", "1"),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "12", 12),
+        ({"oneOf": [{"type": "string"}, {"type": "array"}]}, "[1]", [1]),
+        ({"anyOf": [{"type": "string"}, {"type": "array"}]}, "[1", "[1"),
+        ({"type": "object"}, '{"a": null}', {"a": None}),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"type": {"of": 3}, "anyOf": 5}, "x", "x"),
+    ],
+)
+def test_a_text_is_what_the_schema_says_of_it(schema: Any, text: str, expected: Any) -> None:
+    value, problem = typed(text, schema)
+    assert (value, type(value), problem) == (expected, type(expected), "")

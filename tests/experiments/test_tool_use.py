@@ -80,10 +80,10 @@ def test_transcripts_have_the_tokens_and_the_results_of_an_episode(
     for one in said:
         first = next(found)
         if len(one) == 2:
-            assert read_turn(one[1], "plain", ["multiply"], is_thinking=False).calls == []
+            assert read_turn(one[1], "plain", {"multiply": {}}, is_thinking=False).calls == []
             continue
         _, call, result, answer = one
-        (parsed,) = read_turn(call, "plain", ["multiply"], is_thinking=False).calls
+        (parsed,) = read_turn(call, "plain", {"multiply": {}}, is_thinking=False).calls
         assert isinstance(parsed, ToolCall) and parsed.name == "multiply"
         assert answer == str(Calculator().multiply(*parsed.positional))
         assert result == f"[{answer}]"

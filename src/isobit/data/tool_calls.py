@@ -1,14 +1,18 @@
 """Calls of tools in the text of a model.
 
-    hermes     <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>     Hermes and Qwen
-    llama3     {"name": "add", "parameters": {"a": 1}}                           Llama 3
-    mistral    [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]              Mistral
-               [TOOL_CALLS]add[ARGS]{"a": 1}                                     its later models
-    plain      [add(1, b=2)]                                                     any model
+    hermes       <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>   Hermes and Qwen
+    qwen3_coder  <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
+                                                                        Qwen3.5, Qwen3-Coder
+    llama3       {"name": "add", "parameters": {"a": 1}}                         Llama 3
+    mistral      [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]            Mistral
+                 [TOOL_CALLS]add[ARGS]{"a": 1}                                   its later models
+    plain        [add(1, b=2)]                                                   any model
 
-The first three are written by chat templates, which say what a model was trained with; ``plain``
-is for tokenizers without a template, or with one that knows no tools.  Values are JSON in all of
-them, and where a call ends is where its JSON does.  A turn may hold several calls.
+All but the last are written by chat templates, which say what a model was trained with; ``plain``
+is for tokenizers without a template, or with one that knows no tools.  Values are JSON, and where a
+call ends is where its JSON does; but in ``qwen3_coder`` a value is a text, read as what the tool's
+schema says of it, and ends at the first </parameter> that another tag of the format follows.  A
+turn may hold several calls.
 
 Nothing inside thinking is a call (``isobit.records.text.THINK``), also where the prompt has begun
 the thinking, or it never ends.  Where an end of thinking has no beginning, all before it was
@@ -19,17 +23,17 @@ Text is untrusted: reading never raises, and a call that cannot be read becomes 
 whose problem the model is shown.
 """
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.data import ChatConfig
 from isobit.config.environment import ToolFormat
+from isobit.data.call_values import json_at, shown_at, typed
 from isobit.data.chat_template import mentions
 from isobit.records.text import HARMONY, THINK, THOUGHT
 from isobit.util.errors import ConfigError
@@ -69,17 +73,31 @@ class Said:
     calls: list[Parsed]
 
 
-def names_of(tools: Iterable[Mapping[str, Any]]) -> set[str]:
-    """The names in the schemas of tools, in OpenAI's form or in that below its ``function``."""
-    return {str(one.get("name")) for one in map(_function_of, tools)}
+Parameters = Mapping[str, Any]
+"""The JSON schemas of a tool's parameters, by name; one that is not there may be anything."""
 
 
-def read_turn(text: str, form: ToolFormat, tools: Collection[str], is_thinking: bool) -> Said:
+def parameters_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, Parameters]:
+    """The parameters by tool of the schemas of tools, in OpenAI's form or in that below its
+    ``function``.
+    """
+    return {str(one.get("name")): _properties(one) for one in map(_function_of, tools)}
+
+
+def _properties(function: Mapping[str, Any]) -> Parameters:
+    schema = function.get("parameters")
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def read_turn(
+    text: str, form: ToolFormat, tools: Mapping[str, Parameters], is_thinking: bool
+) -> Said:
     """Read one turn of a model: its text, and its calls in their order.
 
     Args:
         text: the turn with its special tokens, but for the one that ended it.
-        tools: the names of the request's tools.
+        tools: the parameters of the request's tools, by name.
         is_thinking: whether the prompt ends in the beginning of the model's thinking.
     """
     reader = TurnReader(form, tools, is_thinking)
@@ -91,9 +109,11 @@ def read_turn(text: str, form: ToolFormat, tools: Collection[str], is_thinking: 
 class TurnReader:
     """Reads a turn as it arrives (``read_turn`` has the arguments)."""
 
-    def __init__(self, form: ToolFormat, tools: Collection[str], is_thinking: bool) -> None:
+    def __init__(
+        self, form: ToolFormat, tools: Mapping[str, Parameters], is_thinking: bool
+    ) -> None:
         self._form: ToolFormat = form
-        self._tools, self._is_thinking = frozenset(tools), is_thinking
+        self._tools, self._is_thinking = tools, is_thinking
         self._events = _events(form, tuple(sorted(self._tools)))
         self._is_start = True
         """Whether nothing but white space stands behind the turn's beginning or its thinking."""
@@ -169,6 +189,8 @@ class TurnReader:
     def _read(self, kind: str, text: str, place: int) -> tuple[list[Parsed], int]:
         if kind == "bare":
             return _bare_calls(text, place, self._tools)
+        if self._form == "qwen3_coder":
+            return _qwen3_coder(text, place, self._tools)
         return _READERS[self._form](text, place)
 
 
@@ -177,11 +199,12 @@ _PYTHON_TAG = "<|python_tag|>"
 _TOOL_CALLS = "[TOOL_CALLS]"
 MARKS: Mapping[ToolFormat, str] = {
     "mistral": _TOOL_CALLS,
+    "qwen3_coder": _TOOL_CALL,
     "hermes": _TOOL_CALL,
     "llama3": _PYTHON_TAG,
 }
-"""The marks that begin a call in the formats of chat templates; a template has the first one that
-it names."""
+"""The marks that begin a call in the formats of chat templates; a template has the first format
+whose mark it names, but ``qwen3_coder`` only where it names ``<function=`` too."""
 
 
 def _begun(mark: str) -> str:
@@ -222,22 +245,82 @@ def _hermes(text: str, place: int) -> tuple[list[Parsed], int]:
     none.
     """
     begin = _skip(text, place, "")
-    if text.startswith(_QUOTES, place):
+    if _is_a_word(text, place, "{"):
         return [], place
-    if begin < len(text) and text[begin] != "{":
-        until = text.find(_TOOL_CALL, begin)
-        if text.find(_END_OF_CALL, begin, until if until >= 0 else len(text)) < 0:
-            return [], place
-    value, problem, end = _json_at(text, begin)
+    value, problem, end = json_at(text, begin)
     if problem:
         return [MalformedCall(problem)], place
+    return _ended([_call_of(value)], "the JSON object", text, end)
+
+
+def _is_a_word(text: str, place: int, begins: str) -> bool:
+    """Whether Hermes' mark in front of ``place`` only is a word of a sentence: what calls begin
+    with does not follow, nor does an end of a call.
+    """
+    begin = _skip(text, place, "")
+    if text.startswith(_QUOTES, place):
+        return True
+    if begin == len(text) or text.startswith(begins, begin):
+        return False
+    until = text.find(_TOOL_CALL, begin)
+    return text.find(_END_OF_CALL, begin, until if until >= 0 else len(text)) < 0
+
+
+def _ended(calls: list[Parsed], what: str, text: str, end: int) -> tuple[list[Parsed], int]:
+    """The calls if an end of a call, another one or nothing follows, and where that ends."""
     behind = _skip(text, end, "")
     if text.startswith(_END_OF_CALL, behind):
-        return [_call_of(value)], behind + len(_END_OF_CALL)
+        return calls, behind + len(_END_OF_CALL)
     if behind == len(text) or text.startswith(_TOOL_CALL, behind):
-        return [_call_of(value)], behind
+        return calls, behind
     shown = text[end : end + 20].partition(_END_OF_CALL)[0]
-    return [MalformedCall(f"there is text behind the JSON object: {shown!r}")], end
+    return [*calls[:-1], MalformedCall(f"there is text behind {what}: {shown!r}")], end
+
+
+_FUNCTION = re.compile(r"\s*+<function=\s*+([^<>\s]++)\s*+>")
+_END_OF_FUNCTION = re.compile(r"\s*+</function>")
+_PARAMETER = re.compile(r"\s*+<parameter=([^<>]++)>\n?")
+_END_OF_VALUE = re.compile(r"\n?</parameter>(?=\s*+(?:<parameter=|</function>))")
+
+
+def _qwen3_coder(
+    text: str, place: int, tools: Mapping[str, Parameters]
+) -> tuple[list[Parsed], int]:
+    """The calls between Hermes' mark and its end, perhaps several, or one in JSON as Hermes has
+    it.
+    """
+    if text.startswith("{", _skip(text, place, "")):
+        return _hermes(text, place)
+    if _is_a_word(text, place, "<function="):
+        return [], place
+    calls: list[Parsed] = []
+    while named := _FUNCTION.match(text, place):
+        call, place = _tagged_call(named[1], tools.get(named[1], {}), text, named.end())
+        calls.append(call)
+        if isinstance(call, MalformedCall):
+            return calls, place
+    if not calls:
+        problem = f"a call begins with <function=name>, found {shown_at(text, place)}"
+        return [MalformedCall(problem)], place
+    return _ended(calls, "</function>", text, place)
+
+
+def _tagged_call(name: str, parameters: Parameters, text: str, place: int) -> tuple[Parsed, int]:
+    """The call whose first parameter may begin at ``place``, and where it ends."""
+    arguments: dict[str, Any] = {}
+    while begun := _PARAMETER.match(text, place):
+        key, place = begun[1].strip(), begun.end()
+        ended = _END_OF_VALUE.search(text, place)
+        if ended is None:
+            return MalformedCall(f"parameter {key}: it does not end in </parameter>"), place
+        value, problem = typed(text[place : ended.start()], parameters.get(key))
+        if problem:
+            return MalformedCall(f"parameter {key}: {problem}"), ended.end()
+        arguments[key], place = value, ended.end()
+    ended = _END_OF_FUNCTION.match(text, place)
+    if ended is None:
+        return MalformedCall(f"a call ends in </function>, found {shown_at(text, place)}"), place
+    return ToolCall(name, arguments), ended.end()
 
 
 def _llama3(text: str, place: int) -> tuple[list[Parsed], int]:
@@ -257,7 +340,7 @@ def _bare_calls(text: str, place: int, tools: Collection[str]) -> tuple[list[Par
     """The calls of a turn that is calls and nothing else, without a mark; none of an answer that
     happens to begin with a JSON object.
     """
-    value, problem, end = _json_at(text, place)
+    value, problem, end = json_at(text, place)
     if problem:
         named = _BARE_CALL.match(text, place)
         is_call = named is not None and named[1] in tools
@@ -283,10 +366,10 @@ def _mistral(text: str, place: int) -> tuple[list[Parsed], int]:
         end = named.end()
         if end == len(text) or text.startswith(_TOOL_CALLS, end):
             return [ToolCall(named[1], {})], end
-        arguments, problem, end = _json_at(text, end)
+        arguments, problem, end = json_at(text, end)
         return [MalformedCall(problem) if problem else _call(named[1], arguments)], end
     if text.startswith("[", place):
-        values, problem, end = _json_at(text, place)
+        values, problem, end = json_at(text, place)
         return ([MalformedCall(problem)] if problem else [*map(_call_of, values)]), end
     return _in_a_row(text, place)
 
@@ -308,7 +391,7 @@ def _plain(text: str, place: int) -> tuple[list[Parsed], int]:
         return calls, place + 1
     return [
         *calls[:-1],
-        MalformedCall(f"a call ends with ')]', found {_shown(text, place)}"),
+        MalformedCall(f"a call ends with ')]', found {shown_at(text, place)}"),
     ], place
 
 
@@ -318,7 +401,7 @@ def _plain_call(name: str, text: str, place: int) -> tuple[Parsed, int]:
     arguments: dict[str, Any] = {}
     while not text.startswith(")", place):
         key = _KEY.match(text, place)
-        value, problem, place = _json_at(text, key.end() if key else place)
+        value, problem, place = json_at(text, key.end() if key else place)
         if problem:
             return MalformedCall(
                 f"argument {len(positional) + len(arguments) + 1}: {problem}"
@@ -329,7 +412,7 @@ def _plain_call(name: str, text: str, place: int) -> tuple[Parsed, int]:
             positional.append(value)
         place = _skip(text, place, "")
         if not text.startswith((",", ")"), place):
-            expected = f"',' or ')' behind an argument, found {_shown(text, place)}"
+            expected = f"',' or ')' behind an argument, found {shown_at(text, place)}"
             return MalformedCall(f"expected {expected}"), place
         place = _skip(text, place, ",")
     return ToolCall(name, arguments, tuple(positional)), place + 1
@@ -351,7 +434,7 @@ def _in_a_row(text: str, place: int) -> tuple[list[Parsed], int]:
     calls: list[Parsed] = []
     is_expected = True
     while place < len(text) and (is_expected or text[place] == "{"):
-        value, problem, end = _json_at(text, place)
+        value, problem, end = json_at(text, place)
         if problem:
             return [*calls, MalformedCall(problem)], place
         calls.append(_call_of(value))
@@ -390,9 +473,9 @@ def _call(name: Any, arguments: Any) -> Parsed:
         return MalformedCall("the name of a call is a text")
     if isinstance(arguments, str):
         text = arguments.strip()
-        arguments, problem, end = _json_at(text, 0) if text else (None, "", 0)
+        arguments, problem, end = json_at(text, 0) if text else (None, "", 0)
         if not problem and end < len(text):
-            problem = f"there is text behind it: {_shown(text, end)}"
+            problem = f"there is text behind it: {shown_at(text, end)}"
         if problem:
             return MalformedCall(f"the arguments are a text that is no JSON: {problem}")
     arguments = {} if arguments is None else arguments
@@ -401,37 +484,9 @@ def _call(name: Any, arguments: Any) -> Parsed:
     return ToolCall(name, dict(arguments))
 
 
-def _refused(number: str) -> NoReturn:
-    raise ValueError(f"{number:.20} is no number of JSON")
-
-
-def _finite(number: str) -> float:
-    value = float(number)
-    return value if abs(value) < float("inf") else _refused(number)
-
-
-_JSON = json.JSONDecoder(parse_constant=_refused, parse_float=_finite)
-
-
-def _json_at(text: str, place: int) -> tuple[Any, str, int]:
-    """The JSON value that begins at ``place``, what is wrong with it (empty if nothing is), and
-    where it ends.
-    """
-    try:
-        value, end = _JSON.raw_decode(text, place)
-    except json.JSONDecodeError as error:
-        return None, f"invalid JSON: {error.msg} at {_shown(text, error.pos)}", place
-    except (ValueError, RecursionError) as error:  # numbers of 5,000 digits, brackets of that depth
-        return None, f"invalid JSON: {str(error)[:80]}", place
-    return value, "", end
-
-
-def _shown(text: str, place: int) -> str:
-    return repr(text[place : place + 20]) if place < len(text) else "the end"
-
-
-_UNREAD = ("<function=", "<arg_key>")
-"""Marks that begin calls inside of Hermes' tag in the formats of Qwen3-Coder and GLM."""
+_TAGGED = "<function="
+_UNREAD = "<arg_key>"
+"""A mark that begins arguments inside of Hermes' tag in GLM's format."""
 
 
 def tool_format(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ToolFormat:
@@ -443,9 +498,11 @@ def tool_format(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ToolFor
     named = isinstance(templates, dict)
     template = "\n".join(templates.values()) if named else str(templates or "")
     known: list[ToolFormat] = [form for form, mark in MARKS.items() if mark in template]
+    if "qwen3_coder" in known and _TAGGED not in template:
+        known.remove("qwen3_coder")
     if '"parameters": ' in template:
         known.append("llama3")
-    if any(one in template for one in _UNREAD):
+    if _UNREAD in template:
         known.clear()
     if not known and template and mentions(tokenizer, "tools"):
         raise ConfigError(

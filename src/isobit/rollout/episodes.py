@@ -47,7 +47,14 @@ from transformers import PreTrainedTokenizerBase
 from isobit.config.environment import EnvironmentConfig, ToolFormat
 from isobit.data.continuation import Continuation, messages_of
 from isobit.data.encoding import most_characters, token_ids
-from isobit.data.tool_calls import MalformedCall, Parsed, Said, read_turn
+from isobit.data.tool_calls import (
+    MalformedCall,
+    Parameters,
+    Parsed,
+    Said,
+    parameters_of,
+    read_turn,
+)
 from isobit.environments.env_backends import Call, Turn
 from isobit.environments.pool import AnswerLog, Environments, Opening, Result, TurnAnswer
 from isobit.parallel.world import World
@@ -80,7 +87,12 @@ class Tools:
 
     @property
     def names(self) -> list[str]:
-        return [schema["function"]["name"] for schema in self.schemas]
+        return [*self.parameters]
+
+    @property
+    def parameters(self) -> dict[str, Parameters]:
+        """Those of each tool, by its name."""
+        return parameters_of(self.schemas)
 
     def describe(self) -> str:
         """A line for the start of a run."""
@@ -339,7 +351,7 @@ class Episodes:
                 self._answered_at_once.append((handle, TurnAnswer()))
 
     def _read(self, turn: str, is_thinking: bool) -> Said:
-        return read_turn(turn, self._tools.form, self._tools.names, is_thinking)
+        return read_turn(turn, self._tools.form, self._tools.parameters, is_thinking)
 
     def _follow(self, handle: Handle, said: Said, is_cut: bool) -> None:
         """Tell an environment that leads of a turn, whose calls all can be read or are text."""

@@ -10,7 +10,7 @@ from hashlib import sha256
 from typing import Any, Protocol
 
 from isobit.config.environment import ToolFormat
-from isobit.data.tool_calls import Parsed, ToolCall, TurnReader, names_of
+from isobit.data.tool_calls import Parsed, ToolCall, TurnReader, parameters_of
 from isobit.records.text import ends_in_thinking
 from isobit.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from isobit.serve.token_texts import ChoicePart, ScoredPrompt, Spelling
@@ -111,7 +111,7 @@ class ChatFormat:
     ) -> None:
         self._asked, self._spelling = asked, spelling
         self._calls: ToolFormat | None = calls if asked.shown_tools else None
-        self._tools = names_of(asked.shown_tools or ())
+        self._tools = parameters_of(asked.shown_tools or ())
         self._readers: dict[int, TurnReader] = {}
         """A reader for each choice, which holds back what may be part of a call."""
 
