@@ -39,7 +39,7 @@ CLAIMS: dict[str, Callable[[Figures, Figures], bool]] = {
 }
 """What a recipe for one capability shows in its first or its last step."""
 TRAIN = ("checkpoint", "lora", "quickstart", "reasoning_gym", "tens", "tools", "your_data", *CLAIMS)
-SFT = ("distil", "fine_tune", "moe", "reward_model", "starter", "tools_sft")
+SFT = ("distil", "fine_tune", "hybrid", "moe", "reward_model", "starter", "tools_sft")
 SMALL = {"training.steps": 1, "training.prompts_per_step": 2, "threads": 1}
 FEW_ROWS = {"data__train__limit": 200}
 """Of thousands, all of which a run would tokenise."""
@@ -262,10 +262,11 @@ def test_products_are_learnt_from_transcripts_and_then_with_a_calculator(tmp_pat
     assert (tmp_path / "run" / "environment.jsonl").exists()
 
 
-def test_a_mixture_of_experts_learns_from_random_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("recipe", "layers"), [("moe", 2), ("hybrid", 4)])
+def test_a_decoder_learns_from_random_weights(recipe: str, layers: int, tmp_path: Path) -> None:
     small = {"training__prompts_per_step": 16, "data__eval__held_out__limit": 8}
-    small |= {"from_scratch__num_layers": 2, "training__learning_rate": 1e-2, **FEW_ROWS}
-    summary = run("sft", "moe", tmp_path / "run", training__steps=3, **small)
+    small |= {"from_scratch__num_layers": layers, "training__learning_rate": 1e-2, **FEW_ROWS}
+    summary = run("sft", recipe, tmp_path / "run", training__steps=3, **small)
     before, after = summary["loss_before"], summary["loss_after"]
     assert isinstance(before, float) and isinstance(after, float)
     assert after < before
