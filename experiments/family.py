@@ -1,10 +1,11 @@
 """The quickstart under every algorithm, under the corrections of an off-policy rollout, on stale
-samples, with a part of ``fp8`` in another format, with a KL penalty, with replay or a teacher: does
-each learn, and what do its figures say?
+samples, with a part of ``fp8`` in another format, with a KL penalty, with replay or a teacher, or
+from a hybrid's weights: does each learn, and what do its figures say?
 
     python -m experiments.family run algorithms corrections stages --out DIR [--seeds 3] [--jobs 1]
     python -m experiments.family run sites --out DIR --seeds 10
     python -m experiments.family run teachers --out DIR      # DIR/teacher: what the recipe makes
+    python -m experiments.family run hybrids --out DIR       # DIR/hybrid: the start, ten minutes
     python -m experiments.family table DIR
 
 Each run is ``recipes/quickstart.toml`` with the changes of ``RUNS``, in a process of its own, two
@@ -30,18 +31,30 @@ from typing import Any
 
 from isobit.util.machine import processor_name
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
+Changes = Mapping[str, str]
+BySeed = Mapping[int, Mapping[str, Any]]
+
+RECIPES = Path(__file__).parent.parent / "recipes"
 THREADS = 2
 LAST = 5
 TEACHER = "TEACHER"
 """In place of the folder of the model that the recipe makes with the seed ``TEACHERS_SEED``."""
 TEACHERS_SEED = 100
+HYBRID = "HYBRID"
+"""In place of the folder of a hybrid of the starter's width, which learns half of the starter's
+text from random weights, in BF16 (``recipes/starter.toml``).
+"""
+_HYBRID: Changes = {
+    "from_scratch.family": "qwen3_5_text",
+    "from_scratch.linear_num_key_heads": "2",
+    "from_scratch.linear_num_value_heads": "4",
+    "from_scratch.linear_key_head_dim": "32",
+    "from_scratch.linear_value_head_dim": "32",
+    "training.steps": "500",
+}
 BASES = "bf16", "fp8"
 """What runs of a suite that has them are compared with, seed by seed."""
 _MORE = "reward, last | gradient norm | differing | seconds |"
-
-Changes = Mapping[str, str]
-BySeed = Mapping[int, Mapping[str, Any]]
 
 _ALGORITHMS: dict[str, Changes] = {
     "grpo": {},
@@ -153,6 +166,7 @@ RUNS: dict[str, dict[str, Changes]] = {
         },
         "rewards and teacher, sampled": {"teacher.model": TEACHER},
     },
+    "hybrids": {flow: {"model": HYBRID, "precision": flow} for flow in ("bf16", "fp8", "int8")},
     "stages": {
         "kl 1": {"algorithm.kl_coefficient": "1"},
         "kl measured": {"algorithm.kl_coefficient": "1e-12"},
@@ -169,18 +183,19 @@ RUNS: dict[str, dict[str, Changes]] = {
 
 def run(suite: str, name: str, seed: int, out: Path) -> dict[str, Any]:
     """Train once; returns the row."""
-    changes = dict(RUNS[suite][name])
-    if TEACHER in changes.values():
-        teacher = out / "teacher"
-        if not (teacher / "summary.json").exists():
-            train(teacher, {"seed": str(TEACHERS_SEED)})
-        changes = {
-            key: str(teacher / "model") if value == TEACHER else value
-            for key, value in changes.items()
-        }
+    made = {TEACHER: _teacher, HYBRID: _hybrid}
+    changes = {
+        key: str(made[value](out)) if value in made else value
+        for key, value in RUNS[suite][name].items()
+    }
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "run"
-        train(output, {"seed": str(seed), "checkpoint.keep_last": "0", **changes})
+        _isobit(
+            "train",
+            "quickstart",
+            output,
+            {"seed": str(seed), "checkpoint.keep_last": "0", **changes},
+        )
         summary = json.loads((output / "summary.json").read_text())
         lines = [json.loads(line) for line in (output / "metrics.jsonl").open(encoding="utf-8")]
     steps = [line for line in lines if "loss" in line]
@@ -201,19 +216,35 @@ def run(suite: str, name: str, seed: int, out: Path) -> dict[str, Any]:
     }
 
 
-def train(output: Path, changes: Changes) -> None:
+def _teacher(out: Path) -> Path:
+    if not (out / "teacher" / "summary.json").exists():
+        _isobit("train", "quickstart", out / "teacher", {"seed": str(TEACHERS_SEED)})
+    return out / "teacher" / "model"
+
+
+def _hybrid(out: Path) -> Path:
+    text = out / "hybrid-text"
+    if not text.exists():
+        _python("tools.starter.build", "text", str(text))
+    if not (out / "hybrid" / "summary.json").exists():
+        rows = {
+            "data.train.path": str(text / "text.jsonl"),
+            "data.eval.held_out.path": str(text / "held_out_text.jsonl"),
+        }
+        _isobit("sft", "starter", out / "hybrid", {"model": str(text), **rows, **_HYBRID})
+    return out / "hybrid" / "model"
+
+
+def _isobit(command: str, recipe: str, output: Path, changes: Changes) -> None:
     settings = {"output": str(output), "device": "cpu", "threads": str(THREADS), **changes}
     overrides = [word for key, value in settings.items() for word in (f"--{key}", value)]
-    command = [
-        sys.executable,
-        "-m",
-        "isobit.cli.main",
-        "train",
-        str(RECIPE),
-        "--resume",
-        *overrides,
-    ]
+    file = str(RECIPES / f"{recipe}.toml")
+    _python("isobit.cli.main", command, file, "--resume", *overrides)
+
+
+def _python(module: str, *words: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS)}
+    command = [sys.executable, "-m", module, *words]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)  # noqa: S603
 
 
