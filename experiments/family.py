@@ -166,7 +166,7 @@ RUNS: dict[str, dict[str, Changes]] = {
         },
         "rewards and teacher, sampled": {"teacher.model": TEACHER},
     },
-    "hybrids": {flow: {"model": HYBRID, "precision": flow} for flow in ("bf16", "fp8", "int8")},
+    "hybrids": {flow: {"model": HYBRID, "precision": flow} for flow in ("bf16", "int8")},
     "stages": {
         "kl 1": {"algorithm.kl_coefficient": "1"},
         "kl measured": {"algorithm.kl_coefficient": "1e-12"},
