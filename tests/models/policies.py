@@ -18,6 +18,8 @@ EXPERTS: dict[Family, Experts] = {
     "qwen3_moe": Experts(4, 2, 24, renormalise=False, dense_layers=(1,)),
     "mixtral": Experts(4, 2, 40, renormalise=True),
     "gpt_oss": Experts(4, 2, 40, renormalise=True),
+    "qwen3_5_moe_text": Experts(4, 2, 40, renormalise=True, shared_size=56),
+    "qwen3_next": Experts(4, 2, 24, renormalise=False, dense_layers=(1,), shared_size=56),
 }
 """Of each family that has them, in three layers."""
 

@@ -595,6 +595,7 @@ PARAMETERS = {
     "smollm3-3b": 3_075_098_624, "granite-3.3-2b": 2_533_539_840,
     "olmo2-1b": 1_484_916_736, "olmo3-7b": 7_298_011_136,
     "qwen3.5-9b": 8_953_803_264,  # as transformers counts it, without its vision tower
+    "qwen3.5-35b-a3b": 34_660_610_688, "qwen3-next-80b-a3b": 79_674_391_296,  # the same
     "gemma-3-1b": 999_885_952, "gemma-3-4b": 3_880_263_168,  # without its vision tower
     "phi-4-mini": 3_836_021_760, "qwen2.5-32b": 32_763_876_352,
     "llama-3.1-70b": 70_553_706_496,

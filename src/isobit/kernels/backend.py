@@ -88,6 +88,20 @@ class HybridOperations(Protocol):
         """Of x and of the gate."""
         ...
 
+    def add_shared(
+        self, routed: torch.Tensor, shared: torch.Tensor, gate: torch.Tensor
+    ) -> torch.Tensor:
+        """What the experts of a mixture make [T, C], and sigmoid of a gate, FP32 [T], times what an
+        expert of all tokens makes [T, C].
+        """
+        ...
+
+    def add_shared_backward(
+        self, dy: torch.Tensor, shared: torch.Tensor, gate: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of ``shared`` and of its gate, FP32 [T]."""
+        ...
+
 
 class Backend(Protocol):
     """The operations of one device.  Tensors are on it unless a method says otherwise."""
