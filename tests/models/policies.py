@@ -24,6 +24,13 @@ EXPERTS: dict[Family, Experts] = {
 """Of each family that has them, in three layers."""
 
 
+def small_experts(family: Family, count: int, size: int) -> Experts | None:
+    """Two for each token in every layer, and a shared one where the family has it."""
+    names = FAMILIES[family].experts
+    shared = None if names is None or names.shared_width is None else size
+    return None if names is None else Experts(count, 2, size, True, shared_size=shared)
+
+
 def whole_batch(
     token_ids: torch.Tensor, lengths: tuple[int, ...], targets: torch.Tensor | None = None
 ) -> PackedBatch:
