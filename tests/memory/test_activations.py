@@ -40,7 +40,9 @@ SHAPES = {
     "zero-centred norms": replace(TIED, family="gemma3_text"),
     "delta rules": replace(TIED, family="qwen3_5_text", **delta_nets("qwen3_5_text", 2)),
     "shared expert": replace(
-        TIED, family="qwen3_next", experts=small_experts("qwen3_next", 4, 96),
+        TIED,
+        family="qwen3_next",
+        experts=small_experts("qwen3_next", 4, 96),
         **delta_nets("qwen3_next", 2),
     ),
     "reward model": replace(TIED, score_head=True),

@@ -1,6 +1,7 @@
 """The shared expert of a mixture: an MLP for every token, beside those that tokens are routed to.
 
-    y = routed + sigmoid(g . b) x      x = down_proj(silu(gate) * up),   (gate, up) = gate_up_proj(b)
+    y = routed + sigmoid(g . b) x
+    x = down_proj(silu(gate) * up),   (gate, up) = gate_up_proj(b)
 
 b is the norm that the router reads. gate_up_proj and down_proj are linears in the flow's format,
 and x is rounded to the format between operators. g is one row [1, C], which like the router is
@@ -48,7 +49,7 @@ NO_SHARED = SharedBytes(0, 0, 0, 0, 0)
 
 class SharedExpert:
     def __init__(self, config: ModelConfig, layer: int, block: str, width: int) -> None:
-        """``block`` is the checkpoint's module with the experts; ``width`` the intermediate size."""
+        """``block``: the checkpoint's module with the experts; ``width``: the intermediate size."""
         path, hidden = f"layers.{layer}.shared_expert", config.hidden_size
         self._path, self._layer, self._hidden, self._width = path, layer, hidden, width
         self._gate: Gate = FAMILIES[config.family].gate
@@ -121,7 +122,8 @@ class SharedExpert:
         read = self._gate_up.read_bytes(sizes, graph) + 4
         activation = self._down.read_bytes(sizes, graph) or width
         linears = self._gate_up, self._down
-        saved = sum(one.saved_bytes(sizes, graph) for one in linears) + 2 * width + stream + 4
+        saved = self._gate_up.saved_bytes(sizes, graph, is_kept=True)  # the norm itself stays
+        saved += self._down.saved_bytes(sizes, graph) + 2 * width + stream + 4
         # the sum in FP32 is of two numbers, and a third is their rounding
         summed = 12 * self._hidden + stream
         return SharedBytes(

@@ -229,9 +229,7 @@ def check_shape(shape: ModelShape) -> None:
             f"are: num_experts is {shape.num_experts}"
         )
     names = {name: traits.experts for name, traits in FAMILIES.items()}
-    own_size = [
-        name for name, one in names.items() if one and one.width == "moe_intermediate_size"
-    ]
+    own_size = [name for name, one in names.items() if one and one.width == "moe_intermediate_size"]
     if shape.moe_intermediate_size is not None and shape.family not in own_size:
         raise ConfigError(
             f"from_scratch.moe_intermediate_size is for the families {', '.join(own_size)}; "
