@@ -99,7 +99,7 @@ class HybridOperations(Protocol):
     def add_shared_backward(
         self, dy: torch.Tensor, shared: torch.Tensor, gate: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of ``shared`` and of its gate, FP32 [T]."""
+        """The gradients of ``shared`` and of its gate, FP32 [T]."""
         ...
 
 
