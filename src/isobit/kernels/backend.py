@@ -57,7 +57,8 @@ from isobit.util.terminal import say_once
 
 class HybridOperations(Protocol):
     """The operations of families with a gated delta rule, beside the rule itself, which is with
-    attention (``DeltaRule``).  Gates are as wide as what they multiply, [T, N].
+    attention (``DeltaRule``).  Gates are as wide as what they multiply, [T, N], but for that of a
+    shared expert.
     """
 
     def gated_norm(
