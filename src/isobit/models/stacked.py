@@ -5,8 +5,8 @@ turn:
     experts.gate_up_proj, .down_proj             [E, C, 2 I] and [E, I, C]: transposed
     experts.gate_up_proj_bias, .down_proj_bias   [E, 2 I] and [E, C]
 
-Folders of Qwen3.5 may have them so, and are written with matrices of each expert, which every
-loader reads. All rows of gate stand before those of up:
+Folders of Qwen3.5 and Qwen3-Next may have them so, and are written with matrices of each expert, as
+transformers writes them. All rows of gate stand before those of up:
 
     experts.gate_up_proj, .down_proj             [E, 2 I, C] and [E, C, I]
 
@@ -41,8 +41,9 @@ class Stack:
     parts: tuple[str, ...]  # by the names of experts of their own, expert after expert
     shape: tuple[int, ...]
     turns: int
-    """The parts of an expert, whose rows are there in turn."""
+    """The parts of an expert."""
     is_transposed: bool = True
+    """Whether columns are the tensor's last axis but one, and rows of parts are there in turn."""
 
     def rows(self, part: int, columns: int) -> slice:
         """Those of a part of an expert's ``columns`` rows."""
