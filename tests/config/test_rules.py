@@ -235,8 +235,11 @@ def test_heads_have_a_whole_size() -> None:
         ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5, more than there are"),
         ({"family": "mixtral", "moe_intermediate_size": 64}, "moe_intermediate_size is for"),
         ({"sliding_window": 8}, "sliding_window is 8, and family 'qwen3_moe'"),
+        ({"shared_expert_intermediate_size": 8}, "qwen3_5_moe_text and qwen3_next have a shared"),
+        ({"linear_key_head_dim": 8}, "qwen3_5_text, qwen3_5_moe_text, qwen3_next have gated delta"),
         ({}, None),
         ({"family": "mixtral", "sliding_window": 8}, None),
+        ({"family": "qwen3_next", "linear_key_head_dim": 8, "moe_intermediate_size": 8}, None),
     ],
 )
 def test_a_shape_has_what_its_family_has(changes: dict[str, Any], message: str | None) -> None:

@@ -27,7 +27,7 @@ from isobit.models.shapes import model_shape
 from isobit.precision.flow import build_flow
 from isobit.util.errors import ConfigError
 from tests.memory import meta_memory
-from tests.models.policies import delta_nets, published_tensors, storage_bytes
+from tests.models.policies import delta_nets, published_tensors, small_experts, storage_bytes
 
 GIB = 1 << 30
 H200 = int(139.2 * GIB)
@@ -39,6 +39,12 @@ SHAPES = {
     "qwen2": replace(TIED, family="qwen2", hidden_size=160, num_layers=3),
     "zero-centred norms": replace(TIED, family="gemma3_text"),
     "delta rules": replace(TIED, family="qwen3_5_text", **delta_nets("qwen3_5_text", 2)),
+    "shared expert": replace(
+        TIED,
+        family="qwen3_next",
+        experts=small_experts("qwen3_next", 4, 96),
+        **delta_nets("qwen3_next", 2),
+    ),
     "reward model": replace(TIED, score_head=True),
     "experts with biases": replace(TIED, family="gpt_oss", experts=Experts(4, 2, 96, True)),
 }

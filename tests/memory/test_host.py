@@ -18,7 +18,7 @@ from isobit.memory import host as memory
 from isobit.memory.activations import published_bytes
 from isobit.memory.cache_size import num_pages_for
 from isobit.memory.host import MemoryEstimate, estimate_memory
-from isobit.models.config import Lora, ModelConfig
+from isobit.models.config import Experts, Lora, ModelConfig
 from isobit.models.decoder import decoder_shape
 from isobit.models.policy import Policy, random_policy
 from isobit.models.published import SIDES
@@ -27,7 +27,7 @@ from isobit.precision.flow import build_flow
 from isobit.rollout.runner import PolicyRunner
 from isobit.training.trainer import Trainer
 from tests.memory.meta_memory import LiveBytes
-from tests.models.policies import published_tensors, storage_bytes, whole_batch
+from tests.models.policies import delta_nets, published_tensors, storage_bytes, whole_batch
 
 QWEN3 = ModelConfig("qwen3", 256, 128, 384, 2, 4, 2, 32, 256, 1e-6, 1e4, True)
 QWEN2 = replace(
@@ -112,6 +112,24 @@ def test_activations_are_what_the_forward_keeps(
         shape, policy.flow, RolloutConfig(max_batched_tokens=1), training, 96, sizes
     )
     assert math.isclose(parts.size("activations"), kept, rel_tol=0.05)
+    assert peak - kept < max(item.size for item in parts.items if item.passing)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("recompute", ["none", "mlp"])
+@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8", "int8"])
+def test_a_shared_expert_is_counted(preset: Preset, recompute: Recompute) -> None:
+    """Within 2%, where it is most of what is kept."""
+    experts = Experts(4, 1, 16, True, shared_size=700)
+    shape = replace(QWEN3, family="qwen3_next", experts=experts, **delta_nets("qwen3_next", 2))
+    policy, tokens = random_policy(shape, PrecisionConfig(preset=preset), seed=0), 96 * 8
+    training = TrainingConfig(
+        tokens_per_microbatch=tokens, recompute=recompute, prompts_per_step=64
+    )
+    rollout = RolloutConfig(max_batched_tokens=1)
+    parts = estimate_memory(shape, policy.flow, rollout, training, 96, sizes)
+    kept, peak = pass_bytes(policy, tokens, 96, recompute)
+    assert math.isclose(parts.size("activations"), kept, rel_tol=0.02)
     assert peak - kept < max(item.size for item in parts.items if item.passing)
 
 

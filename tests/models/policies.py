@@ -18,8 +18,17 @@ EXPERTS: dict[Family, Experts] = {
     "qwen3_moe": Experts(4, 2, 24, renormalise=False, dense_layers=(1,)),
     "mixtral": Experts(4, 2, 40, renormalise=True),
     "gpt_oss": Experts(4, 2, 40, renormalise=True),
+    "qwen3_5_moe_text": Experts(4, 2, 40, renormalise=True, shared_size=56),
+    "qwen3_next": Experts(4, 2, 24, renormalise=False, dense_layers=(1,), shared_size=56),
 }
 """Of each family that has them, in three layers."""
+
+
+def small_experts(family: Family, count: int, size: int) -> Experts | None:
+    """Two for each token in every layer, and a shared one where the family has it."""
+    names = FAMILIES[family].experts
+    shared = None if names is None or names.shared_width is None else size
+    return None if names is None else Experts(count, 2, size, True, shared_size=shared)
 
 
 def whole_batch(

@@ -37,13 +37,19 @@ from isobit.precision.quant_tensor import DTYPES
 from isobit.starter import starter_folder
 from isobit.util.errors import ConfigError, MismatchError, ModelError
 from tests.models.exactness_probe import packed, paged
-from tests.models.policies import delta_nets, logits_of, published_tensors, whole_batch
+from tests.models.policies import (
+    delta_nets,
+    logits_of,
+    published_tensors,
+    small_experts,
+    whole_batch,
+)
 
 LENGTHS = (1, 18, 67, 130)
 FLOWS = ("fp32", "bf16", "fp8-linear", "fp8", "int8-linear", "int8")
 FAMILIES: tuple[Family, ...] = (
     "llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "olmo2", "gemma3_text",
-    "qwen3_5_text", "qwen3_moe", "gpt_oss",
+    "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen3_moe", "gpt_oss",
 )  # fmt: skip
 ALL = Lora(8, 12.0, LORA_TARGETS)
 SOME = Lora(5, 7.0, ("k_proj", "v_proj", "up_proj"), rslora=True)
@@ -53,7 +59,7 @@ def config_of(family: Family = "qwen3", lora: Lora | None = ALL, tied: bool = Tr
     config = ModelConfig("llama", 128, 128, 192, 2, 4, 2, 32, 256, 1e-6, 1e4, tied)
     config = replace(config, family=family, **delta_nets(family, 2))
     if family in MIXTURES:  # adapters of attention alone
-        config = replace(config, experts=Experts(4, 2, 64, True))
+        config = replace(config, experts=small_experts(family, 4, 64))
         ours = () if lora is None else tuple({*lora.targets} & {*LORA_TARGETS[:4]})
         lora = None if lora is None else replace(lora, targets=ours)
     return replace(config, lora=lora)

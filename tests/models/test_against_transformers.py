@@ -45,7 +45,9 @@ DENSE: tuple[Family, ...] = (
     "gemma3_text",
     "qwen3_5_text",
 )
-MIXTURES: tuple[Family, ...] = ("mixtral", "qwen3_moe", "gpt_oss")
+MIXTURES: tuple[Family, ...] = (
+    "mixtral", "qwen3_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_next",
+)  # fmt: skip
 ORIGINAL, LENGTHS = 32, (70, 3)
 """The context before any stretch, and the lengths of the packed sequences."""
 SCALINGS: list[dict[str, Any]] = [
@@ -60,7 +62,7 @@ SCALINGS: list[dict[str, Any]] = [
 CLOSE_ROUTES = 1e-5
 """Where the last expert chosen is not further above the first one left, rounding may choose."""
 CLOSE_LOGITS = 0.01
-OFFSET = "gemma3_text", "qwen3_5_text"
+OFFSET = "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"
 """Families whose norms multiply by 1 + their weights."""
 QUICK = [HealthCheck.too_slow, HealthCheck.filter_too_much]
 
@@ -113,9 +115,10 @@ def configurations(draw: st.DrawFn, families: Sequence[Family]) -> "PreTrainedCo
             {"query_pre_attn_scalar": st.sampled_from([values["head_dim"], 9, 168])}
         ),
         "phi3": fused(values["num_attention_heads"]),
-        "qwen3_5_text": delta_nets(layers, values["head_dim"], rope),
         "granite": multipliers(),
     }
+    if is_hybrid:
+        own[family] = delta_nets(layers, values["head_dim"], rope)
     values |= draw(own[family]) if family in own else {}
     return AutoConfig.for_model(family, **values)
 
@@ -197,9 +200,15 @@ def experts(draw: st.DrawFn, family: Family) -> dict[str, Any]:
     values = {"num_experts_per_tok": draw(st.integers(1, count)), "experts_implementation": "eager"}
     if family in ("mixtral", "gpt_oss"):
         return values | {"num_local_experts": count}
-    return values | {
+    values |= {
         "num_experts": count,
         "moe_intermediate_size": draw(st.sampled_from([24, 40, 136])),
+    }
+    if family in ("qwen3_5_moe_text", "qwen3_next"):
+        values["shared_expert_intermediate_size"] = draw(st.sampled_from([24, 56, 136]))
+    if family == "qwen3_5_moe_text":
+        return values
+    return values | {
         "norm_topk_prob": draw(st.booleans()),
         "decoder_sparse_step": draw(st.sampled_from([1, 1, 2])),
         "mlp_only_layers": draw(st.sampled_from([[], [0], [1]])),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from isobit.config.model_shape import MIXTURES, WINDOWED, Family, ModelShape
+from isobit.config.model_shape import HYBRIDS, MIXTURES, SHARING, WINDOWED, Family, ModelShape
 from isobit.models.config import Experts, ModelConfig, Multipliers
 from isobit.models.decoder import master_shapes
 from isobit.models.families import FAMILIES, FEATURES
@@ -192,6 +192,29 @@ def test_a_shape_from_scratch_knows_of_the_families_what_the_families_say() -> N
     config = decoder_of(shape, tokens=99)
     assert config.experts == Experts(8, 2, 96, renormalise=True) and config.window(0) == 16
     assert ModelConfig.from_hf(config.to_hf(), "config.json") == config
+    assert set(SHARING) == {name for name in MIXTURES if has_shared_expert(name)}
+    assert set(HYBRIDS) == {name for name in NAMES if FAMILIES[name].is_hybrid}
+    for family in SHARING:
+        own = {"family": family, "num_experts": 8, "moe_intermediate_size": 40}
+        for given, width in ({}, 40), ({"shared_expert_intermediate_size": 24}, 24):
+            config = decoder_of(ModelShape.model_validate({**sizes, **own, **given}), tokens=99)
+            assert config.experts == Experts(8, 2, 40, renormalise=True, shared_size=width)
+            assert ModelConfig.from_hf(config.to_hf(), "config.json") == config
+
+
+def has_shared_expert(family: Family) -> bool:
+    names = FAMILIES[family].experts
+    return names is not None and names.shared_width is not None
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "qwen3-next-80b-a3b"])
+def test_a_named_shape_is_the_default_of_transformers(name: str) -> None:
+    """But for the context and theta, of which transformers has other defaults."""
+    config = model_shape(name)
+    theirs = type(AutoConfig.for_model(config.family))().to_dict()
+    theirs["architectures"] = [FAMILIES[config.family].architecture]
+    read_theirs = ModelConfig.from_hf(theirs, "theirs")
+    assert replace(read_theirs, max_positions=262_144, rope_theta=1e7) == config
 
 
 def test_qwen_windows_are_for_the_upper_layers() -> None:
@@ -496,6 +519,16 @@ LONG: dict[str, Any] = {"type": "longrope", "short_factor": [1] * 6, "long_facto
         ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim = 1"),
         ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate = False"),
         ("qwen3_5_text", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_s"),
+        (
+            "qwen3_next",
+            {"shared_expert_intermediate_size": 0},
+            "shared_expert_intermediate_size = 0",
+        ),
+        ("qwen3_next", {"shared_expert_intermediate_size": None}, "_intermediate_size' is missing"),
+        ("qwen3_next", {"num_shared_experts": 2}, "num_shared_experts = 2"),
+        ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob = False .*expected True"),
+        ("qwen3_5_moe_text", {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] .*expected \[\]"),
+        ("mixtral", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 .*expected 1"),
         ("qwen3", {"rope_parameters": {"mrope_section": [1]}}, "mrope_section = .*known are"),
         ("llama", LOCAL, "rope_local_base_freq = 10000"),
         ("llama", {"architectures": ["Gemma4ForConditionalGeneration"]}, "'Gemma4.*supported are"),
@@ -595,6 +628,7 @@ PARAMETERS = {
     "smollm3-3b": 3_075_098_624, "granite-3.3-2b": 2_533_539_840,
     "olmo2-1b": 1_484_916_736, "olmo3-7b": 7_298_011_136,
     "qwen3.5-9b": 8_953_803_264,  # as transformers counts it, without its vision tower
+    "qwen3.5-35b-a3b": 34_660_610_688, "qwen3-next-80b-a3b": 79_674_391_296,  # the same
     "gemma-3-1b": 999_885_952, "gemma-3-4b": 3_880_263_168,  # without its vision tower
     "phi-4-mini": 3_836_021_760, "qwen2.5-32b": 32_763_876_352,
     "llama-3.1-70b": 70_553_706_496,

@@ -17,6 +17,8 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
 )
 
 from isobit.config.lora import LORA_TARGETS
@@ -120,7 +122,8 @@ def test_a_run_leaves_the_tower_as_it_was(made: Path, is_newer: bool, tmp_path: 
     torch.testing.assert_close(logits_of(again, IDS), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_qwen_with_a_tower_and_layers_that_guess(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_qwen_with_a_tower_and_layers_that_guess(has_experts: bool, tmp_path: Path) -> None:
     """Both stay as they were, around a decoder with gated delta nets."""
     torch.manual_seed(0)
     text: dict[str, Any] = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256}
@@ -132,8 +135,15 @@ def test_qwen_with_a_tower_and_layers_that_guess(tmp_path: Path) -> None:
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
     vision |= {"out_hidden_size": 128, "patch_size": 4, "num_position_embeddings": 16}
     source, trained = tmp_path / "source", tmp_path / "trained"
-    config = Qwen3_5Config(text_config=text, vision_config=vision)
-    Qwen3_5ForConditionalGeneration(config).bfloat16().save_pretrained(source)
+    model: Any = Qwen3_5ForConditionalGeneration
+    config: Any = Qwen3_5Config(text_config=text, vision_config=vision)
+    if has_experts:
+        text |= {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        del text["intermediate_size"]
+        text |= {"shared_expert_intermediate_size": 56}
+        model = Qwen3_5MoeForConditionalGeneration
+        config = Qwen3_5MoeConfig(text_config=text, vision_config=vision)
+    model(config).bfloat16().save_pretrained(source)
     before = load_file(source / WEIGHTS_FILE)
     before |= {"mtp.layers.0.mlp.up_proj.weight": torch.randn(8, 8).bfloat16()}
     save_file(before, source / WEIGHTS_FILE, {"format": "pt"})
@@ -153,6 +163,14 @@ def test_qwen_with_a_tower_and_layers_that_guess(tmp_path: Path) -> None:
     assert here.keys() <= there.keys() and there["mtp_num_hidden_layers"] == 1
     assert there["rope_parameters"]["mrope_section"] == [2, 1, 1]
     assert load_policy(trained, "fp32").config == policy.config
+    if has_experts:  # in one tensor, as some folders have them
+        path = "model.language_model.layers.1.mlp.experts"
+        each = [before.pop(f"{path}.{n}.down_proj.weight") for n in range(3)]
+        save_file(before | {f"{path}.down_proj": torch.stack(each)}, source / WEIGHTS_FILE)
+        assert torch.equal(
+            load_policy(source, "fp32").masters["layers.1.experts.down_proj.weight"],
+            torch.cat(each).float(),
+        )
 
 
 @pytest.mark.parametrize(("preset", "contents"), [("fp8", fp8_contents), ("int8", int8_contents)])

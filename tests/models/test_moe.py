@@ -21,7 +21,8 @@ from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import save_policy
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.records.batch import PackedBatch
-from tests.models.policies import logits_of, whole_batch
+from tests.models.policies import EXPERTS as EXPERTS_OF
+from tests.models.policies import delta_nets, logits_of, whole_batch
 
 LENGTHS = (5, 17, 1, 40)
 TOKENS = sum(LENGTHS)
@@ -36,7 +37,13 @@ GPT_OSS = replace(
     sliding_window=9,
     windowless_layers=(1,),
 )
-BOTH = pytest.mark.parametrize("config", [CONFIG, GPT_OSS], ids=lambda config: config.family)
+SHARED, NEXT = (
+    replace(CONFIG, family=family, experts=EXPERTS_OF[family], **delta_nets(family, 3))
+    for family in ("qwen3_5_moe_text", "qwen3_next")
+)
+EACH = pytest.mark.parametrize(
+    "config", [CONFIG, GPT_OSS, SHARED, NEXT], ids=lambda config: config.family
+)
 
 
 def make(config: ModelConfig = CONFIG, preset: Preset = "fp32") -> Policy:
@@ -122,7 +129,7 @@ def test_gradients_of_the_unit_are_those_of_autograd(renormalise: bool) -> None:
 
 
 @pytest.mark.few(2)
-@BOTH
+@EACH
 @pytest.mark.parametrize("preset", PRESETS)
 def test_recomputation_changes_no_bit(preset: Preset, config: ModelConfig) -> None:
     policy = make(config, preset)
@@ -137,7 +144,7 @@ def test_recomputation_changes_no_bit(preset: Preset, config: ModelConfig) -> No
 
 
 @pytest.mark.few(5)
-@BOTH
+@EACH
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_sequence_alone_has_the_same_scores_and_routings(
     preset: Preset, config: ModelConfig

@@ -31,7 +31,7 @@ from isobit.models.saving import (
 from isobit.precision.quant_tensor import E4M3, Int8Rows, QuantTensor, dequantise, rotation_size
 from isobit.starter import starter_folder
 from isobit.util.errors import ConfigError
-from tests.models.policies import delta_nets, logits_of
+from tests.models.policies import delta_nets, logits_of, small_experts
 from tests.tiny import save_tiny
 
 WHOLE = ModelConfig("qwen3", 64, 128, 256, 2, 4, 4, 32, 128, 1e-6, 1e4, False)
@@ -143,8 +143,7 @@ def test_transformers_loads_it_and_computes_what_we_do(
     """Its dequantised weights are our own, bit for bit, and its logits those of our FP32 decoder on
     them.
     """
-    experts = Experts(3, 2, 256, True) if family in ("qwen3_moe", "mixtral") else None
-    own = delta_nets(family, config.num_layers)
+    experts, own = small_experts(family, 3, 256), delta_nets(family, config.num_layers)
     config = replace(config, family=family, experts=experts, **own)
     policy = spread_policy(config, PrecisionConfig(preset="fp8"))
     write_folder(tmp_path, config, contents_of(policy), limit=200_000)
@@ -256,15 +255,18 @@ def test_a_matrix_of_an_odd_size_has_no_transform() -> None:
         ("qwen3_moe", [], r"layers\.0\.mlp\.experts\.0\.gate_proj is an expert.*--format bf16"),
         ("mixtral", [], r"layers\.0\.block_sparse_moe\.experts\.0\.w1 is an expert"),
         ("mixtral", ["experts.gate_up_proj"], r"experts\.0\.w2 is an expert"),
+        ("qwen3_next", [], r"layers\.0\.mlp\.experts\.0\.gate_proj is an expert"),
     ],
 )
 def test_what_vllm_does_not_multiply_by_a_hadamard_matrix_is_refused(
     family: Family, kept: list[str], why: str | None
 ) -> None:
-    experts = Experts(3, 2, 256, True) if family in ("qwen3_moe", "mixtral") else None
+    experts, own = small_experts(family, 3, 256), delta_nets(family, 2)
     options = {"preset": "int8", "modules_bf16": [name.rpartition(".")[2] for name in kept]}
     policy = random_policy(
-        replace(WHOLE, family=family, experts=experts), PrecisionConfig.model_validate(options), 0
+        replace(WHOLE, family=family, experts=experts, **own),
+        PrecisionConfig.model_validate(options),
+        0,
     )
     if why is None:
         assert int8_contents_of(policy).num_quantised == 2 * 4

@@ -24,7 +24,7 @@ from isobit.models.shared_prefix import RowSum, SharedAttention, SharedRows
 from isobit.records.batch import PackedBatch, TokenScores
 from isobit.records.packing import lay_end_to_end, pack
 from isobit.records.sequence import TokenSequence
-from tests.models.policies import delta_nets, disturbed
+from tests.models.policies import delta_nets, disturbed, small_experts
 from tests.models.test_packed_pass import PlainDecoder, error
 
 LEVELS: tuple[Recompute, ...] = get_args(Recompute)
@@ -52,6 +52,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_scaling": YarnScaling(4.0, 32),
     },
     "delta rules": {"family": "qwen3_5_text", **delta_nets("qwen3_5_text", 2)},
+    "shared expert": {
+        "family": "qwen3_next",
+        "experts": small_experts("qwen3_next", 4, 64),
+        **delta_nets("qwen3_next", 2),
+    },
     "sinks": {
         "family": "gpt_oss",
         "experts": Experts(4, 2, 64, True),

@@ -1,6 +1,7 @@
 """The check of ``verify --shape``, on a shape small enough for a CPU."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from isobit.proof import full_size
 from isobit.proof.full_size import FullSizeOptions, ragged_workload, verify_shape, with_outliers
 from isobit.proof.verify import VerifyResult
 from isobit.util.errors import ConfigError
+from tests.models.policies import delta_nets, small_experts
 
 SHAPES = {
     "qwen3": ModelConfig(
@@ -22,6 +24,13 @@ SHAPES = {
         "qwen2", 128, 128, 128, 2, 4, 2, 32, 1024, 1e-6, 10000.0, tied_embeddings=True
     ),
 }
+SHAPES["qwen3_next"], SHAPES["gpt_oss"] = (
+    replace(
+        SHAPES["qwen3"], family=family, experts=small_experts(family, 4, 64),
+        **delta_nets(family, 2),
+    )
+    for family in ("qwen3_next", "gpt_oss")
+)  # fmt: skip
 OPTIONS = FullSizeOptions(prompts=8, samples=3, max_new_tokens=24, longest=500, outliers=True)
 
 
@@ -71,6 +80,10 @@ def test_outliers_and_biases_of_k_are_planted() -> None:
     assert torch.equal(planted[f"{name}.weight"][:, 101], 30 * plain[f"{name}.weight"][:, 101])
     bias = planted[f"{name}.bias"]
     assert bias[128:192].abs().max() == 30 and not bias[:128].any() and not bias[192:].any()
+    for shape, other in ("qwen3_next", "dt_bias"), ("gpt_oss", "router.bias"):  # which are not K's
+        config = SHAPES[shape]
+        bias = dict(with_outliers(random_masters(config, 0), config))[f"layers.0.{other}"]
+        assert bias[0] == 10 and bias[1] < 10
 
 
 def test_no_room_for_prompts_is_refused() -> None:

@@ -8,11 +8,18 @@ from isobit.config.base import Strict
 
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "phi3", "olmo2", "olmo3",
-    "gemma3_text", "qwen3_5_text", "qwen3_moe", "mixtral", "gpt_oss",
+    "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen3_moe", "mixtral",
+    "gpt_oss",
 ]  # fmt: skip
 """The ``model_type`` of a Hugging Face ``config.json``."""
-MIXTURES: tuple[Family, ...] = ("qwen3_moe", "mixtral", "gpt_oss")
+MIXTURES: tuple[Family, ...] = (
+    "qwen3_moe", "mixtral", "gpt_oss", "qwen3_5_moe_text", "qwen3_next",
+)  # fmt: skip
 """Families with experts."""
+SHARING: tuple[Family, ...] = ("qwen3_5_moe_text", "qwen3_next")
+"""Those of them with a shared expert."""
+HYBRIDS: tuple[Family, ...] = ("qwen3_5_text", *SHARING)
+"""Families with gated delta nets."""
 WINDOWED: tuple[Family, ...] = ("mistral", "phi3", "mixtral")
 """Families whose layers may have a sliding window."""
 MAX_VOCAB_SIZE = 1 << 22
@@ -48,12 +55,14 @@ class ModelShape(Strict):
     sliding_window: int | None = Field(default=None, gt=0, le=MAX_POSITIONS)
     """Keys that a query sees, in the families mistral, phi3 and mixtral; by default all."""
     num_experts: int | None = Field(default=None, gt=0, le=MAX_EXPERTS)
-    """Experts of each layer, in the families qwen3_moe, mixtral and gpt_oss."""
+    """Experts of each layer, in the families qwen3_moe, mixtral, gpt_oss, qwen3_5_moe_text and
+    qwen3_next.
+    """
     num_experts_per_tok: int = Field(default=2, gt=0, le=MAX_EXPERTS)
     """Experts of each token."""
     linear_num_key_heads: int | None = Field(default=None, gt=0, le=MAX_HEADS)
-    """Heads of Q and K of gated delta nets, in the family qwen3_5_text; by default ``num_heads``.
-    Three of four layers have one in place of attention.
+    """Heads of Q and K of gated delta nets, in the families qwen3_5_text, qwen3_5_moe_text and
+    qwen3_next; by default ``num_heads``. Three of four layers have one in place of attention.
     """
     linear_num_value_heads: int | None = Field(default=None, gt=0, le=MAX_HEADS)
     """Their value heads, a multiple; by default ``linear_num_key_heads``."""
@@ -62,4 +71,10 @@ class ModelShape(Strict):
     linear_value_head_dim: int | None = Field(default=None, gt=0, le=MAX_DELTA_DIM)
     """Elements of a value head there; by default ``linear_key_head_dim``."""
     moe_intermediate_size: int | None = Field(default=None, gt=0, le=MAX_WIDTH)
-    """Size of each expert in the family qwen3_moe; by default ``intermediate_size``."""
+    """Size of each expert in the families qwen3_moe, qwen3_5_moe_text and qwen3_next; by default
+    ``intermediate_size``.
+    """
+    shared_expert_intermediate_size: int | None = Field(default=None, gt=0, le=MAX_WIDTH)
+    """Size of the expert of all tokens in the families qwen3_5_moe_text and qwen3_next; by default
+    that of an expert.
+    """

@@ -57,7 +57,8 @@ from isobit.util.terminal import say_once
 
 class HybridOperations(Protocol):
     """The operations of families with a gated delta rule, beside the rule itself, which is with
-    attention (``DeltaRule``).  Gates are as wide as what they multiply, [T, N].
+    attention (``DeltaRule``).  Gates are as wide as what they multiply, [T, N], but for that of a
+    shared expert.
     """
 
     def gated_norm(
@@ -86,6 +87,20 @@ class HybridOperations(Protocol):
         self, dy: torch.Tensor, x: torch.Tensor, gate: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of x and of the gate."""
+        ...
+
+    def add_shared(
+        self, routed: torch.Tensor, shared: torch.Tensor, gate: torch.Tensor
+    ) -> torch.Tensor:
+        """What the experts of a mixture make [T, C], and sigmoid of a gate, FP32 [T], times what an
+        expert of all tokens makes [T, C].
+        """
+        ...
+
+    def add_shared_backward(
+        self, dy: torch.Tensor, shared: torch.Tensor, gate: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of ``shared`` and of its gate, FP32 [T]."""
         ...
 
 

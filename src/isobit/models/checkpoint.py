@@ -262,7 +262,7 @@ class FolderCheckpoint:
         in_mxfp4 = isinstance(format, Mxfp4Format)
         if in_mxfp4 and not config.stacks_experts:
             raise ModelError(f"{source}: MXFP4 is read for experts of gpt-oss alone")
-        if config.stacks_experts:
+        if config.may_stack_experts:
             stored, format = expert_tensors(config, stored, in_mxfp4), None if in_mxfp4 else format
         expected = _expected(config)
         _check_names(folder, config, expected, stored)

@@ -138,6 +138,12 @@ class ModelConfig:
         if FAMILIES[self.family].is_hybrid != (self.delta is not None):
             has = "needs" if FAMILIES[self.family].is_hybrid else "has no"
             raise ModelError(f"a {self.family} decoder {has} gated delta nets")
+        names = FAMILIES[self.family].experts
+        if self.experts is not None and names is not None:
+            needs_shared = names.shared_width is not None
+            if needs_shared != (self.experts.shared_size is not None):
+                has = "needs" if needs_shared else "has no"
+                raise ModelError(f"a {self.family} decoder {has} shared expert")
         if self.experts is not None and self.experts.top_k > self.experts.count:
             raise ModelError(
                 f"{self.experts.top_k} experts for each token are more than there are, "
@@ -245,6 +251,13 @@ class ModelConfig:
         names = FAMILIES[self.family].experts
         return self.experts is not None and names is not None and names.is_stacked
 
+    @property
+    def may_stack_experts(self) -> bool:
+        """Whether folders may have them so, or always have."""
+        names = FAMILIES[self.family].experts
+        may = names is not None and (names.is_stacked or names.may_be_stacked)
+        return self.experts is not None and may
+
     def window(self, layer: int) -> int | None:
         """The number of keys that a layer's query sees, including its own; None: all before it."""
         has_window = layer >= self.full_layers and layer not in self.windowless_layers
@@ -272,7 +285,7 @@ class ModelConfig:
             "family": family,
             "vocab_size": fields.integer("vocab_size", 1, MAX_VOCAB_SIZE),
             "hidden_size": hidden,
-            "intermediate_size": fields.integer("intermediate_size", 1, MAX_WIDTH),
+            "intermediate_size": fields.integer(FAMILIES[family].mlp_width, 1, MAX_WIDTH),
             "num_layers": layers,
             "num_heads": heads,
             "num_kv_heads": fields.integer("num_key_value_heads", 1, MAX_HEADS, heads),
@@ -311,7 +324,7 @@ class ModelConfig:
             "model_type": self.family,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
+            traits.mlp_width: self.intermediate_size,
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
@@ -396,6 +409,8 @@ class ModelConfig:
             keys.width: experts.intermediate_size,
         }
         content["num_experts_per_tok"] = experts.top_k
+        if keys.shared_width is not None:
+            content[keys.shared_width] = experts.shared_size
         if keys.renormalise is not None:
             content[keys.renormalise] = experts.renormalise
             content |= {"decoder_sparse_step": 1, "mlp_only_layers": list(experts.dense_layers)}

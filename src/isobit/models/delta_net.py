@@ -5,6 +5,10 @@
 
 ``isobit.kernels.spec.delta_rule`` has the rule. Its inputs are those that ``in_proj``, a linear in
 the flow's format, and ``gates``, in the format between operators, give; its state is FP32.
+
+Masters have their rows in the order of the family's checkpoints: q, k, v, z and b, a of all heads,
+or with ``Traits.joins_heads`` q, k, v, z and b, a of each key head. Products are the same; only
+their columns are put in order.
 """
 
 from dataclasses import dataclass
@@ -24,6 +28,7 @@ from isobit.kernels.operands import (
 )
 from isobit.kernels.sizes import Sizes
 from isobit.models.config import ModelConfig
+from isobit.models.families import FAMILIES
 from isobit.models.layers import (
     Gradient,
     Linear,
@@ -67,17 +72,17 @@ class DeltaNet:
         self._front = self._norms.front
         checkpoint = f"model.{path}.linear_attn"
         heads = shape.value_heads
+        rows = {"in_proj_qkv": shape.channels, "in_proj_z": shape.values}
+        gates = {"in_proj_b": heads, "in_proj_a": heads}
+        self._joins = FAMILIES[config.family].joins_heads
+        if self._joins:
+            rows = {"in_proj_qkvz": sum(rows.values())}
+            gates = {"in_proj_ba": sum(gates.values())}
         self._in, self._gates, self._out = (
             Linear(f"{path}.{name}", linear, checkpoint, lora=config.lora)
             for name, linear in (
-                (
-                    "in_proj",
-                    LinearShape({"in_proj_qkv": shape.channels, "in_proj_z": shape.values}, hidden),
-                ),
-                (
-                    "gates",
-                    LinearShape({"in_proj_b": heads, "in_proj_a": heads}, hidden, is_plain=True),
-                ),
+                ("in_proj", LinearShape(rows, hidden)),
+                ("gates", LinearShape(gates, hidden, is_plain=True)),
                 ("out_proj", LinearShape({"out_proj": hidden}, shape.values)),
             )
         )
@@ -164,8 +169,8 @@ class DeltaNet:
         )
         rule = self._weights(weights)
         made = attend.delta_rule_backward(saved.rule, d_o, rule, self._gradients(gradient, rule))
-        d_a = self._in.backward(weights, gradient, torch.cat([made.x, d_z], 1), saved.normed)
-        d_gates = torch.cat([made.b, made.a], 1)
+        d_in, d_gates = self._joined(made.x, d_z), self._joined_gates(made)
+        d_a = self._in.backward(weights, gradient, d_in, saved.normed)
         d_a = d_a + self._gates.backward(weights, gradient, d_gates, saved.plain)
         return self._norms.backward(weights, gradient, d_a, saved.h, d)
 
@@ -201,12 +206,43 @@ class DeltaNet:
         )
 
     def _split(self, made: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._joins:
+            q, k, v, z = self._of_heads(made).split(self._each, 2)
+            return torch.cat([one.flatten(1) for one in (q, k, v)], 1), z.flatten(1).contiguous()
         x, z = made.split([self._shape.channels, self._shape.values], 1)
         return x.contiguous(), z.contiguous()
 
     def _inputs(self, x: torch.Tensor, gates: torch.Tensor) -> DeltaInputs:
-        b, a = gates.chunk(2, 1)
+        if self._joins:
+            b, a = (one.flatten(1) for one in self._of_heads(gates).chunk(2, 2))
+        else:
+            b, a = gates.chunk(2, 1)
         return DeltaInputs(x, a.contiguous(), b.contiguous())
+
+    def _joined(self, d_x: torch.Tensor, d_z: torch.Tensor) -> torch.Tensor:
+        """The gradients of ``_split``'s results -> that of its argument."""
+        if not self._joins:
+            return torch.cat([d_x, d_z], 1)
+        shape = self._shape
+        keys = shape.key_heads * shape.key_dim
+        parts = *d_x.split([keys, keys, shape.values], 1), d_z
+        return torch.cat([self._of_heads(one) for one in parts], 2).flatten(1)
+
+    def _joined_gates(self, made: DeltaInputs) -> torch.Tensor:
+        if not self._joins:
+            return torch.cat([made.b, made.a], 1)
+        return torch.cat([self._of_heads(one) for one in (made.b, made.a)], 2).flatten(1)
+
+    def _of_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, N] -> [T, key heads, N / key heads]."""
+        return x.unflatten(1, (self._shape.key_heads, -1))
+
+    @property
+    def _each(self) -> list[int]:
+        """Columns of q, k, v and z of a key head, in the order in which a checkpoint joins them."""
+        shape = self._shape
+        values = shape.values // shape.key_heads
+        return [shape.key_dim, shape.key_dim, values, values]
 
     def _gated(self, weights: Weights, o: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         norm = weights.plain[self._names["rule_norm"]]

@@ -6,7 +6,7 @@ positions (perhaps not in every layer), grouped-query attention, SwiGLU or GeGLU
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from isobit.config.model_shape import Family
@@ -33,6 +33,10 @@ class ExpertNames:
     """Keys of the number of experts for each token."""
     is_stacked: bool = False
     """Whether folders have all experts of a layer in one tensor (``isobit.models.stacked``)."""
+    may_be_stacked: bool = False
+    """Whether folders may have it either way; what is written has tensors of every expert."""
+    shared_width: str | None = None
+    """The key of the intermediate size of a shared expert; None: the family has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,10 @@ class Traits:
     """Whether layers named ``linear_attention`` have a gated delta rule, and the others a sigmoid
     gate on the output of attention, which q_proj makes beside each query.
     """
+    joins_heads: bool = False
+    """Whether checkpoints have all that a delta net reads as rows of one matrix, and all its gates
+    as rows of another, head of keys after head of keys.
+    """
     ignored: tuple[str, ...] = ()
     """Beginnings of names of tensors that folders may have and its class ignores."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -104,6 +112,51 @@ class Traits:
         """Whether layers with a window have rotary positions of their own."""
         return self.windows == "layer types" and not self.scales_windows
 
+    @property
+    def mlp_width(self) -> str:
+        """The key of the intermediate size of MLPs; without any, of the experts'."""
+        only = self.experts is not None and self.experts.renormalise is None
+        return self.experts.width if self.experts is not None and only else "intermediate_size"
+
+
+_OF_DELTA_NETS: Mapping[str, Any] = {
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_QWEN3_5 = Traits(
+    "Qwen3_5ForCausalLM",
+    None,
+    qk_norm="each head",
+    norm_offset=1.0,
+    default_head_dim=256,
+    partial_rotary=True,
+    default_partial=0.25,
+    default_interval=4,
+    default_pad=True,
+    is_hybrid=True,
+    computes=("attn_output_gate",),
+    ignored=("mtp.",),
+    defaults={**_OF_DELTA_NETS, "vocab_size": 248_320, "num_key_value_heads": 4},
+    outer=("Qwen3_5ForConditionalGeneration", "qwen3_5"),
+)
+_QWEN_EXPERTS = ExpertNames(
+    counts=("num_experts", "num_local_experts"),
+    width="moe_intermediate_size",
+    renormalise="norm_topk_prob",
+    block="mlp",
+    gate="gate_proj",
+    up="up_proj",
+    down="down_proj",
+)
+_SHARED_EXPERT = replace(
+    _QWEN_EXPERTS, shared_width="shared_expert_intermediate_size", may_be_stacked=True
+)
+_OF_SHARED = "attn_output_gate", "shared_expert_intermediate_size"
 
 FAMILIES: dict[Family, Traits] = {
     "llama": Traits("LlamaForCausalLM", "LlamaForSequenceClassification"),
@@ -195,45 +248,36 @@ FAMILIES: dict[Family, Traits] = {
         },
         outer=("Gemma3ForConditionalGeneration", "gemma3"),
     ),
-    "qwen3_5_text": Traits(
-        "Qwen3_5ForCausalLM",
-        None,
-        qk_norm="each head",
-        norm_offset=1.0,
-        default_head_dim=256,
-        partial_rotary=True,
-        default_partial=0.25,
-        default_interval=4,
-        default_pad=True,
-        is_hybrid=True,
-        computes=("attn_output_gate",),
-        ignored=("mtp.",),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": replace(
+        _QWEN3_5,
+        architecture="Qwen3_5MoeForCausalLM",
+        default_pad=False,
+        computes=_OF_SHARED,
+        experts=replace(_SHARED_EXPERT, renormalise=None),
+        defaults={**_OF_DELTA_NETS, "vocab_size": 248_320, "num_key_value_heads": 2},
+        outer=("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
+    ),
+    "qwen3_next": replace(
+        _QWEN3_5,
+        architecture="Qwen3NextForCausalLM",
+        default_pad=False,
+        computes=_OF_SHARED,
+        joins_heads=True,
+        experts=_SHARED_EXPERT,
         defaults={
-            "vocab_size": 248_320,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32_768,
-            "rms_norm_eps": 1e-6,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
+            **_OF_DELTA_NETS,
+            "vocab_size": 151_936,
+            "num_key_value_heads": 2,
+            "norm_topk_prob": True,
         },
-        outer=("Qwen3_5ForConditionalGeneration", "qwen3_5"),
+        outer=None,
     ),
     "qwen3_moe": Traits(
         "Qwen3MoeForCausalLM",
         None,
         qk_norm="each head",
-        experts=ExpertNames(
-            counts=("num_experts", "num_local_experts"),
-            width="moe_intermediate_size",
-            renormalise="norm_topk_prob",
-            block="mlp",
-            gate="gate_proj",
-            up="up_proj",
-            down="down_proj",
-        ),
+        experts=_QWEN_EXPERTS,
     ),
     "mixtral": Traits(
         "MixtralForCausalLM",

@@ -43,6 +43,8 @@ class Experts:
     """Whether the weights of a token's experts are scaled to sum to 1."""
     dense_layers: tuple[int, ...] = ()
     """Layers that have an ordinary MLP."""
+    shared_size: int | None = None
+    """The intermediate size of a further expert, of all tokens; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +243,10 @@ def _read_multipliers(fields: ConfigFields, head_dim: int) -> Multipliers:
     return Multipliers(embedding, None if attention == head_dim**-0.5 else attention, *others)
 
 
+_OF_EVERY_MIXTURE = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+"""Keys that some families read, and their meaning in the others."""
+
+
 def _read_experts(fields: ConfigFields, family: Family, layers: int) -> Experts | None:
     keys = FAMILIES[family].experts
     if keys is None:
@@ -252,12 +258,18 @@ def _read_experts(fields: ConfigFields, family: Family, layers: int) -> Experts 
         step = fields.integer("decoder_sparse_step", 1, MAX_LAYERS, 1)
         dense_by_name = fields.list_of("mlp_only_layers", int) or []
         dense = tuple(n for n in range(layers) if n in dense_by_name or (n + 1) % step)
+    else:
+        for key, only in _OF_EVERY_MIXTURE.items():
+            if fields.has(key) and fields.values[key] != only:
+                raise fields.refusal(key, f"expected {only!r}")
+    shared = keys.shared_width
     return Experts(
         count=count,
         top_k=_read_alike(fields, keys.top_k, count),
         intermediate_size=fields.integer(keys.width, 1, MAX_WIDTH),
         renormalise=renormalise,
         dense_layers=dense,
+        shared_size=None if shared is None else fields.integer(shared, 1, MAX_WIDTH),
     )
 
 

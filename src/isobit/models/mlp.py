@@ -3,6 +3,7 @@
     h = h + x     b = norm(h)     x = down_proj(silu(gate) * up),   (gate, up) = gate_up_proj(b)
                                   x = sum over a token's k experts e of w_e MLP_e(b)
 
+To the sum an expert of all tokens may be added (``isobit.models.shared_expert``).
 Another function may stand for silu (``Traits.gate``), norms behind the MLP (``UnitNorms``); and
 the router and the experts may have biases.
 
@@ -43,6 +44,7 @@ from isobit.models.layers import (
     Weights,
     observe_input,
 )
+from isobit.models.shared_expert import NO_SHARED, SavedSharedExpert, SharedExpert
 from isobit.precision.flow import Graph, LinearShape, SiteShape
 from isobit.precision.quant_tensor import DTYPES
 from isobit.records.batch import RouterScores
@@ -260,6 +262,7 @@ class SavedMixture:
     norm: torch.Tensor  # what router and experts read
     routing: Routing
     experts: RoutedExperts
+    shared: SavedSharedExpert | None  # of an expert of all tokens, if there is one
 
 
 class MixtureOfExperts:
@@ -293,10 +296,13 @@ class MixtureOfExperts:
                 ("down_proj", LinearShape(down, width, experts.count)),
             )
         )
+        size = experts.shared_size
+        self._shared = None if size is None else SharedExpert(config, layer, checkpoint, size)
 
     def sites(self) -> tuple[SiteShape, ...]:
         router = SiteShape(self.router, "router", self._layer)
-        return router, *self._gate_up.sites(self._layer), *self._down.sites(self._layer)
+        shared = () if self._shared is None else self._shared.sites()
+        return router, *self._gate_up.sites(self._layer), *self._down.sites(self._layer), *shared
 
     def masters(self) -> dict[str, Master]:
         count = self._experts.count
@@ -310,6 +316,7 @@ class MixtureOfExperts:
             **router,
             **self._gate_up.masters(),
             **self._down.masters(),
+            **({} if self._shared is None else self._shared.masters()),
         }
 
     def forward(
@@ -318,7 +325,8 @@ class MixtureOfExperts:
         h, norm, b = self._norm.keeping(weights, h, x)
         routing = self._route(weights, norm, b, routes)
         x = weights.backend.experts(b.read, routing, *self._linears(weights), self._gate)
-        return h, observe(x, f"layers.{self._layer}.experts")
+        x = observe(x, f"layers.{self._layer}.experts")
+        return h, x if self._shared is None else self._shared.forward(weights, norm, x)
 
     def saving_forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None
@@ -328,8 +336,10 @@ class MixtureOfExperts:
         read = LinearInput(b.read, norm)
         linears = self._linears(weights)
         x, saved = weights.backend.experts_saving(read, routing, *linears, self._gate)
-        observe(x, f"layers.{self._layer}.experts")
-        return h, x, SavedMixture(h, norm, routing, saved)
+        x, shared = observe(x, f"layers.{self._layer}.experts"), None
+        if self._shared is not None:
+            x, shared = self._shared.saving_forward(weights, norm, x)
+        return h, x, SavedMixture(h, norm, routing, saved, shared)
 
     def again(self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None) -> SavedMixture:
         return self.saving_forward(weights, h, x, None)[2]
@@ -361,6 +371,8 @@ class MixtureOfExperts:
             None if self._is_frozen else gradient(router),
             gradient(f"{self.router}.bias") if has_bias else None,
         )
+        if self._shared is not None and saved.shared is not None:
+            d_b += self._shared.backward(weights, gradient, saved.shared, saved.norm, d)
         return self._norm.backward(weights, gradient, d_b, saved.h, d)
 
     def bytes(self, sizes: Sizes, graph: Graph) -> UnitBytes:
@@ -373,14 +385,15 @@ class MixtureOfExperts:
         read = sizes.read(sites[0], self._hidden)
         routing = 4 * shape.count + 8 * chosen
         losses = 16 * shape.count
+        shared = NO_SHARED if self._shared is None else self._shared.bytes(sizes, graph)
         return UnitBytes(
-            saved=2 * stream + routing + made.saved,
+            saved=2 * stream + routing + made.saved + shared.saved,
             input=stream,
             read=read,
-            kept=max(made.kept, losses),
-            made=stream + read + routing + max(made.made, losses),
-            gradients=3 * stream + max(made.gradients, losses),
-            once=made.once,
+            kept=max(made.kept, losses, shared.kept),
+            made=stream + read + routing + max(made.made, losses, shared.made),
+            gradients=3 * stream + max(made.gradients, losses, shared.gradients),
+            once=max(made.once, shared.once),
             saved_once=made.saved_once,
             made_once=made.once,
             noted=4 * chosen,

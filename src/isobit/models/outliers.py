@@ -15,6 +15,8 @@ _READERS = {
         "gate_up_proj.lora_A",
         "router",
         "experts.gate_up_proj",
+        "shared_expert_gate",
+        "shared_expert.gate_up_proj",
     ),
 }
 """The matrices that read a layer's norms."""

@@ -1,6 +1,7 @@
 """The shapes of real models by name, for checks and benchmarks with random weights."""
 
 from dataclasses import replace
+from typing import Any
 
 from isobit.kernels.operands import DeltaShape
 from isobit.models.config import ModelConfig
@@ -35,6 +36,11 @@ def _gpt_oss(layers: int, experts: int) -> ModelConfig:
         windowless_layers=every_layer(2, layers),
         experts=Experts(experts, 4, 2880, renormalise=True),
     )
+
+
+def _delta_nets(layers: int) -> dict[str, Any]:
+    of_them = tuple(layer for layer in range(layers) if (layer + 1) % 4)
+    return {"delta": DeltaShape(16, 32, 128, 128, 4), "delta_layers": of_them}
 
 
 _LLAMA3_SCALING = Llama3Scaling(8.0, 1.0, 4.0, 8192)
@@ -133,8 +139,21 @@ SHAPES: dict[str, ModelConfig] = {
         *("qwen3_5_text", 248320, 4096, 12288, 32, 16, 4, 256, 262144, 1e-6, 1e7),
         tied_embeddings=False,
         partial_rotary_factor=0.25,
-        delta=DeltaShape(16, 32, 128, 128, 4),
-        delta_layers=tuple(layer for layer in range(32) if (layer + 1) % 4),
+        **_delta_nets(32),
+    ),
+    "qwen3.5-35b-a3b": ModelConfig(
+        *("qwen3_5_moe_text", 248320, 2048, 512, 40, 16, 2, 256, 262144, 1e-6, 1e7),
+        tied_embeddings=False,
+        partial_rotary_factor=0.25,
+        experts=Experts(256, 8, 512, renormalise=True, shared_size=512),
+        **_delta_nets(40),
+    ),
+    "qwen3-next-80b-a3b": ModelConfig(
+        *("qwen3_next", 151936, 2048, 5632, 48, 16, 2, 256, 262144, 1e-6, 1e7),
+        tied_embeddings=False,
+        partial_rotary_factor=0.25,
+        experts=Experts(512, 10, 512, renormalise=True, shared_size=512),
+        **_delta_nets(48),
     ),
     "qwen3-30b-a3b": ModelConfig(
         *("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 128, 40960, 1e-6, 1e6),

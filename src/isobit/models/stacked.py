@@ -1,8 +1,14 @@
-"""Experts that a folder has in one tensor a layer, as gpt-oss does: read as if each expert had
-matrices of its own, and written back. With E experts and rows of gate and of up in turn:
+"""Experts that a folder has in one tensor a layer: read as if each expert had matrices of its own.
+gpt-oss always has them so, and they are written back. With E experts and rows of gate and of up in
+turn:
 
     experts.gate_up_proj, .down_proj             [E, C, 2 I] and [E, I, C]: transposed
     experts.gate_up_proj_bias, .down_proj_bias   [E, 2 I] and [E, C]
+
+Folders of Qwen3.5 and Qwen3-Next may have them so, and are written with matrices of each expert, as
+transformers writes them. All rows of gate stand before those of up:
+
+    experts.gate_up_proj, .down_proj             [E, 2 I, C] and [E, C, I]
 
 In place of a matrix [E, K, N] a folder may have MXFP4 (OCP Microscaling Formats 1.0), which
 ``quantization_config`` announces. It is dequantised while it is read, and not written:
@@ -35,7 +41,16 @@ class Stack:
     parts: tuple[str, ...]  # by the names of experts of their own, expert after expert
     shape: tuple[int, ...]
     turns: int
-    """The parts of an expert, whose rows are there in turn."""
+    """The parts of an expert."""
+    is_transposed: bool = True
+    """Whether columns are the tensor's last axis but one, and rows of parts are there in turn."""
+
+    def rows(self, part: int, columns: int) -> slice:
+        """Those of a part of an expert's ``columns`` rows."""
+        if self.is_transposed:
+            return slice(part, columns, self.turns)
+        each = columns // self.turns
+        return slice(part * each, (part + 1) * each, 1)
 
     @property
     def is_matrix(self) -> bool:
@@ -50,26 +65,32 @@ class Stack:
 
 
 def stacks(config: ModelConfig) -> Iterator[Stack]:
-    """Those of a decoder's folder, in the order of the forward; none in other families."""
+    """Those of every folder of a decoder, in the order of the forward; none in other families."""
+    if config.stacks_experts:
+        yield from _stacks(config, is_transposed=True)
+
+
+def _stacks(config: ModelConfig, is_transposed: bool) -> Iterator[Stack]:
     experts = config.experts
-    if experts is None or not config.stacks_experts:
-        return
+    assert experts is not None, "a decoder with experts"
     for name, master in build_decoder(config).masters().items():
         if ".experts." in name:
             parts, (matrix, kind) = tuple(master.parts), name.split(".")[-2:]
             before = parts[0].partition(".experts.")[0]
             own = f"{before}.experts.{matrix}" + ("_bias" if kind == "bias" else "")
-            shape = (experts.count, *master.shape[1:], master.shape[0] // experts.count)
-            yield Stack(own, name, parts, shape, len(parts) // experts.count)
+            rows = master.shape[0] // experts.count
+            shape = (*master.shape[1:], rows) if is_transposed else (rows, *master.shape[1:])
+            turns = len(parts) // experts.count
+            yield Stack(own, name, parts, (experts.count, *shape), turns, is_transposed)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensor(CheckpointTensor):
-    """A part of a stacked tensor, ``name``: rows ``first``, ``first + step``, .. of one expert."""
+    """A part of a stacked tensor, ``name``: some rows of one expert."""
 
     expert: int
-    first: int
-    step: int
+    rows: slice
+    is_transposed: bool
     scales: CheckpointTensor | None  # of MXFP4
 
     @property
@@ -80,25 +101,31 @@ class ExpertTensor(CheckpointTensor):
     def shape(self) -> tuple[int, ...]:
         _, *sizes = self.file.stored[self.name].shape
         if self.scales is not None:
-            return sizes[0] // self.step, _BLOCK * sizes[1]
-        return sizes[-1] // self.step, *sizes[:-1]
+            return self._count, _BLOCK * sizes[1]
+        return self._count, *(sizes[:-1] if self.is_transposed else sizes[1:])
 
     @property
     def num_bytes(self) -> int:
         whole = self.file[self.name].nbytes + (0 if self.scales is None else self.scales.num_bytes)
-        return whole // (self.step * self.file.stored[self.name].shape[0])
+        experts, *sizes = self.file.stored[self.name].shape
+        rows = sizes[-1 if self.is_transposed and self.scales is None else 0]
+        return whole * self._count // (experts * rows)
+
+    @property
+    def _count(self) -> int:
+        return len(range(self.rows.start, self.rows.stop, self.rows.step))
 
     @property
     def mapped(self) -> torch.Tensor:
         """A copy of its numbers, in FP32 those of MXFP4."""
-        rows = slice(self.first, None, self.step)
-        stored = self.file[self.name][self.expert]
+        stored, rows = self.file[self.name][self.expert], self.rows
         if self.scales is not None:
             return dequantised(stored[rows], self.scales.mapped[self.expert, rows])
-        return (stored.t() if stored.ndim == 2 else stored)[rows].contiguous()
+        turned = self.is_transposed and stored.ndim == 2
+        return (stored.t() if turned else stored)[rows].contiguous()
 
     def read_ahead(self) -> None:
-        if self.expert == self.first == 0:
+        if self.expert == self.rows.start == 0:
             self.file.read_ahead(self.name)
             if self.scales is not None:
                 self.scales.read_ahead()
@@ -118,10 +145,14 @@ def expert_tensors(
     config: ModelConfig, stored: Mapping[str, CheckpointTensor], in_mxfp4: bool
 ) -> dict[str, CheckpointTensor]:
     """The tensors of a folder with those of every expert in place of stacked ones; ``in_mxfp4`` is
-    what config.json says. Raises ModelError for one that is missing or has another shape.
+    what config.json says. Raises ModelError for one that is missing where all folders have it, or
+    has another shape, and for experts that are there twice.
     """
     found = dict(stored)
-    for stack in stacks(config):
+    whole = stacks(config) if config.stacks_experts else _stacks(config, is_transposed=False)
+    for stack in whole:
+        if not config.stacks_experts and stack.name not in stored:
+            continue
         blocks, scales = f"{stack.name}_blocks", f"{stack.name}_scales"
         packed, shape = in_mxfp4 and stack.is_matrix, stack.shape
         wanted = {stack.name: shape}
@@ -140,10 +171,14 @@ def expert_tensors(
                     f"asks for {expected}" + (" in U8, of MXFP4" if packed else "")
                 )
         one = stored[next(iter(wanted))]
+        columns = shape[-1] if stack.is_transposed else shape[1]
         for index, part in enumerate(stack.parts):
-            expert, first = divmod(index, stack.turns)
+            if part in stored:
+                raise ModelError(f"{one} has all experts of a layer, and {part} is there beside it")
+            expert, place = divmod(index, stack.turns)
             found[part] = ExpertTensor(
-                one.name, one.file, expert, first, stack.turns, stored[scales] if packed else None
+                *(one.name, one.file, expert, stack.rows(place, columns), stack.is_transposed),
+                stored[scales] if packed else None,
             )
     return found
 

@@ -87,6 +87,8 @@ def _describe_model(found: Inspection) -> list[str]:
     if config.experts is not None:
         experts = config.experts
         mlp = f"{experts.count} experts of {experts.intermediate_size:,}, {experts.top_k} a token"
+        if experts.shared_size is not None:
+            mlp += f" and one of {experts.shared_size:,}"
     head = "score head" if config.score_head else "tied" if config.tied_embeddings else "untied"
     return [
         f"{config.family}, {found.parameters:,} parameters, {config.num_layers} layers",

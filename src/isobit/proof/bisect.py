@@ -56,6 +56,8 @@ _KINDS = {
     "router.experts": "router, choice of experts",
     "router.weights": "router, weights",
     "experts": "experts",
+    "shared_expert_gate": "gate of the shared expert",
+    "shared_expert.sum": "experts, sum with the shared one",
     "lm_head": "head",
     "log_prob": "log-probability",
 }

@@ -127,7 +127,7 @@ def with_outliers(
     for name, tensor in masters:
         if tensor.ndim == 2 and name.endswith("_proj.weight"):
             tensor[:, ::_OUTLIER_EVERY] *= _OUTLIER
-        elif name.endswith("bias"):
+        elif name.endswith("qkv_proj.bias"):
             keys = slice(
                 config.num_heads * config.head_dim,
                 (config.num_heads + config.num_kv_heads) * config.head_dim,

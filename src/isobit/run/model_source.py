@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.lora import LoraConfig
-from isobit.config.model_shape import MIXTURES, WINDOWED, ModelShape
+from isobit.config.model_shape import HYBRIDS, MIXTURES, SHARING, WINDOWED, ModelShape
 from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import Objective
 from isobit.data.stop_tokens import stop_token_ids
@@ -158,11 +158,15 @@ def decoder_of(shape: ModelShape, tokens: int) -> ModelConfig:
             f"from_scratch.vocab_size is {vocab_size}, but the tokenizer has {tokens} tokens; "
             "raise it, or leave it out"
         )
+    experts = _experts(shape)
+    has_mlps = FAMILIES[shape.family].mlp_width == "intermediate_size"
     return ModelConfig(
         family=shape.family,
         vocab_size=vocab_size,
         hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
+        intermediate_size=shape.intermediate_size
+        if experts is None or has_mlps
+        else experts.intermediate_size,
         num_layers=shape.num_layers,
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads or shape.num_heads,
@@ -171,7 +175,7 @@ def decoder_of(shape: ModelShape, tokens: int) -> ModelConfig:
         rms_epsilon=shape.rms_epsilon,
         rope_theta=shape.rope_theta,
         tied_embeddings=shape.tied_embeddings,
-        experts=_experts(shape),
+        experts=experts,
         sliding_window=shape.sliding_window,
         no_rope_layers=_no_rope_layers(shape),
         **_delta_net(shape),
@@ -224,17 +228,25 @@ def check_shape(shape: ModelShape) -> None:
             f"from_scratch.num_experts_per_tok is {shape.num_experts_per_tok}, more than there "
             f"are: num_experts is {shape.num_experts}"
         )
-    if shape.moe_intermediate_size is not None and shape.family != "qwen3_moe":
+    names = {name: traits.experts for name, traits in FAMILIES.items()}
+    own_size = [name for name, one in names.items() if one and one.width == "moe_intermediate_size"]
+    if shape.moe_intermediate_size is not None and shape.family not in own_size:
         raise ConfigError(
-            "from_scratch.moe_intermediate_size is for the family 'qwen3_moe'; experts of the "
-            "others have intermediate_size"
+            f"from_scratch.moe_intermediate_size is for the families {', '.join(own_size)}; "
+            "experts of the others have intermediate_size"
+        )
+    if shape.shared_expert_intermediate_size is not None and shape.family not in SHARING:
+        raise ConfigError(
+            "from_scratch.shared_expert_intermediate_size is "
+            f"{shape.shared_expert_intermediate_size}, and family {shape.family!r}; only "
+            f"{' and '.join(SHARING)} have a shared expert"
         )
     of_delta = {key: value for key, value in shape if key.startswith("linear_")}
     if any(of_delta.values()) and not FAMILIES[shape.family].is_hybrid:
         key = next(key for key, value in of_delta.items() if value)
         raise ConfigError(
             f"from_scratch.{key} is {of_delta[key]}, and family {shape.family!r}; only "
-            "qwen3_5_text has gated delta nets"
+            f"{', '.join(HYBRIDS)} have gated delta nets"
         )
     key_heads = shape.linear_num_key_heads or shape.num_heads
     if (shape.linear_num_value_heads or key_heads) % key_heads:
@@ -253,4 +265,9 @@ def _experts(shape: ModelShape) -> Experts | None:
     if shape.num_experts is None:
         return None
     width = shape.moe_intermediate_size or shape.intermediate_size
-    return Experts(shape.num_experts, shape.num_experts_per_tok, width, renormalise=True)
+    shared = shape.shared_expert_intermediate_size or width
+    return Experts(
+        *(shape.num_experts, shape.num_experts_per_tok, width),
+        renormalise=True,
+        shared_size=shared if shape.family in SHARING else None,
+    )

@@ -11,7 +11,8 @@ import torch
 
 from isobit.kernels.backend import Backend, Captured, HybridOperations
 from isobit.kernels.operands import DecodeBatch, KvCache, KvShape, PagedBatch
-from isobit.kernels.spec import delta_rule, sizes
+from isobit.kernels.spec import hybrid as hybrid_operations
+from isobit.kernels.spec import sizes
 from isobit.kernels.spec.attention import PackedAttention
 from isobit.kernels.spec.experts import (
     experts,
@@ -67,7 +68,7 @@ class SpecBackend:
     name = "spec"
     device = torch.device("cpu")
     sizes = sizes
-    hybrid: HybridOperations | None = delta_rule
+    hybrid: HybridOperations | None = hybrid_operations
     is_asynchronous = rounds_alone = False  # matrices are on the grid of the exact GEMM
     memory = None
 
