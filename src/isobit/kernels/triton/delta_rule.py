@@ -53,6 +53,8 @@ from isobit.kernels.triton.memory import to_device
 CHUNK = 64
 _CHUNK = tl.constexpr(CHUNK)
 _EPSILON = tl.constexpr(1e-6)  # of the lengths of q and k
+_STEPS = 128  # numbers of g that a program makes
+VECTORS = 8  # heads that a program makes
 _PART = tl.constexpr(16)  # rows of u that a product reads at once
 
 
@@ -68,7 +70,7 @@ def sigmoid(x):
 
 @triton.jit
 def _softplus(x):
-    """log(1 + exp(x)), to FP32's accuracy also where it is small."""
+    """log(1 + exp(x)), to FP32's accuracy also where it is small (log1p by Kahan's quotient)."""
     small = tl.exp(-tl.abs(x))
     sum = 1.0 + small
     is_one = sum == 1.0
@@ -82,76 +84,85 @@ def _open_chunk(position):
     return tl.maximum(position - 1, 0) // _CHUNK
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
+def _steps_kernel(
+    A, B, A_LOG, DT_BIAS, DECAY, BETA, tokens, H: tl.constexpr, SIZE: tl.constexpr
+):
+    """One program SIZE numbers of g and beta."""
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = place < tokens * H
+    rate = tl.exp(tl.load(A_LOG + place % H).to(tl.float32))
+    step = tl.load(A + place, mask=inside, other=0.0).to(tl.float32)
+    step += tl.load(DT_BIAS + place % H).to(tl.float32)
+    tl.store(DECAY + place, -rate * _softplus(step), mask=inside)
+    b = tl.load(B + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(BETA + place, sigmoid(b), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def _rows_kernel(
-    X, A, B, CONVOLUTION, A_LOG, DT_BIAS, OWNER, POSITION, COUNT, TOKEN, READ, WRITTEN, INPUTS,
-    Q, K, V, DECAY, BETA, H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    WIDTH: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr, ROOT: tl.constexpr,
+    X, CONVOLUTION, OWNER, POSITION, COUNT, TOKEN, READ, WRITTEN, INPUTS, Q, K, V, tokens,
+    H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
+    N: tl.constexpr, VECTORS: tl.constexpr, ROOT: tl.constexpr,
 ):  # fmt: skip
-    """One program a token and a head of q, k or v; the last takes g and beta of HEADS >= H heads.
-    Heads are padded to N numbers; ROOT is 1 / sqrt(DK).  INPUTS and what belongs to it may be None.
+    """One program VECTORS heads of q and k, or of v, of one token and the next, padded to N
+    numbers; ROOT is 1 / sqrt(DK).  INPUTS, READ and WRITTEN may be None.
     """
-    t = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    if part == 2 * KH + H:
-        h = tl.arange(0, HEADS)
-        there = h < H
-        rate = tl.exp(tl.load(A_LOG + h, mask=there, other=0.0).to(tl.float32))
-        step = tl.load(A + t * H + h, mask=there, other=0.0).to(tl.float32)
-        step += tl.load(DT_BIAS + h, mask=there, other=0.0).to(tl.float32)
-        tl.store(DECAY + t * H + h, -rate * _softplus(step), mask=there)
-        b = tl.load(B + t * H + h, mask=there, other=0.0).to(tl.float32)
-        tl.store(BETA + t * H + h, sigmoid(b), mask=there)
-        return
     channels: tl.constexpr = 2 * KH * DK + H * DV
-    held: tl.constexpr = _CHUNK + WIDTH - 1
-    is_key = part < 2 * KH
+    held: tl.constexpr = _CHUNK + WIDTH - 1  # inputs of a slot
+    program = tl.program_id(0).to(tl.int64)
+    of_keys = (tokens * (2 * KH) + VECTORS - 1) // VECTORS
+    is_key = program < of_keys
     size = tl.where(is_key, DK, DV)
-    i = tl.arange(0, N)
-    inside = i < size
-    channel = tl.where(is_key, part * DK, 2 * KH * DK + (part - 2 * KH) * DV) + i
-    n = tl.load(OWNER + t)
+    heads = tl.where(is_key, 2 * KH, H)
+    vector = tl.where(is_key, program, program - of_keys) * VECTORS
+    vector += tl.arange(0, VECTORS)[:, None]
+    t = vector // heads
+    head = (vector % heads).to(tl.int32)
+    i = tl.arange(0, N)[None, :]
+    is_there = t < tokens
+    inside = is_there & (i < size)
+    channel = tl.where(is_key, 0, 2 * KH * DK) + head * size + i
+    n = tl.load(OWNER + t, mask=is_there, other=0)
     position = tl.load(POSITION + n)
     row = (t - tl.load(TOKEN + n)).to(tl.int32)  # among the new ones
-    total = tl.zeros([N], tl.float32)
+    total = tl.zeros([VECTORS, N], tl.float32)
     if INPUTS is not None:
         read = tl.load(READ + n).to(tl.int64)
         shift = WIDTH - 1 - _open_chunk(position) * _CHUNK  # position -> row of the slot read
+        source = INPUTS + (read * held + shift) * channels + channel
     for place in tl.static_range(WIDTH):
         back = WIDTH - 1 - place
         x = tl.load(X + (t - back) * channels + channel, mask=inside & (row >= back), other=0.0)
         if INPUTS is not None:
             seen = position + row - back
-            before = (row < back) & (seen >= 0)
-            at = INPUTS + (read * held + seen + shift) * channels + channel
-            x = tl.where(before, tl.load(at, mask=inside & before, other=0.0), x)
+            before = inside & (row < back) & (seen >= 0)
+            x = tl.where(before, tl.load(source + seen * channels, mask=before, other=0.0), x)
         factor = tl.load(CONVOLUTION + channel * WIDTH + place, mask=inside, other=0.0)
         term = x.to(tl.float32) * factor.to(tl.float32)
         total = term if place == 0 else total + term
     active = silu(total.to(X.dtype.element_ty).to(tl.float32))
     if is_key:
-        inverse = tl.rsqrt(tl.sum(active * active, 0) + _EPSILON)
-        unit = active * inverse
-        if part < KH:
-            tl.store(Q + (t * KH + part) * DK + i, unit * ROOT, mask=inside)
-        else:
-            tl.store(K + (t * KH + part - KH) * DK + i, unit, mask=inside)
+        unit = active * tl.rsqrt(tl.sum(active * active, 1) + _EPSILON)[:, None]
+        of_head = (t * KH + head) * DK + i
+        tl.store(Q + of_head, unit * ROOT, mask=inside & (head < KH))
+        tl.store(K + of_head - KH * DK, unit, mask=inside & (head >= KH))
     else:
-        tl.store(V + (t * H + part - 2 * KH) * DV + i, active, mask=inside)
+        tl.store(V + (t * H + head) * DV + i, active, mask=inside)
     if INPUTS is not None:
         written = tl.load(WRITTEN + n).to(tl.int64)
-        count = tl.load(COUNT + n)
-        begin = (position + count - 1) // _CHUNK * _CHUNK - (WIDTH - 1)  # of the slot written
+        stop = position + tl.load(COUNT + n)
+        begin = (stop - 1) // _CHUNK * _CHUNK - (WIDTH - 1)  # of the slot written
         to = INPUTS + written * held * channels + channel
         own = position + row - begin
         x = tl.load(X + t * channels + channel, mask=inside, other=0.0)
-        tl.store(to + own.to(tl.int64) * channels, x, mask=inside & (own >= 0))
-        if (row == 0) & (read != written):
-            for old in range(0, position - begin):
-                seen = begin + old
-                at = INPUTS + (read * held + seen + shift) * channels + channel
-                x = tl.load(at, mask=inside & (seen >= 0), other=0.0)
-                tl.store(to + old * channels, x, mask=inside)
+        tl.store(to + own * channels, x, mask=inside & (own >= 0))
+        moves = is_there & (row == 0) & (read != written)  # then what is before moves too
+        for old in range(0, tl.max(tl.where(moves, position - begin, 0))):
+            seen = begin + old
+            copied = inside & moves & (seen < position)
+            x = tl.load(source + seen * channels, mask=copied & (seen >= 0), other=0.0)
+            tl.store(to + old * channels, x, mask=copied)
 
 
 @triton.jit
@@ -268,11 +279,11 @@ def _rule_kernel(
             at_values = m[:, None] * (H * DV) + column[None, :]
             v = tl.load(V + of_row * DV + at_values, mask=there[:, None] & inside, other=0.0)
             totals = _of_rows(decays, row, tl.minimum(m, _CHUNK - 1))
-            decay = tl.exp(totals[:, None] - decays[None, :])
-            is_before = row[None, :] < m[:, None]
-            is_own = row[None, :] == m[:, None]
-            taken = tl.where(is_before, -(beta[:, None] * (decay * between)), 0.0)
-            given = tl.where(is_before | is_own, decay * read_by, 0.0)
+            is_seen = row[None, :] <= m[:, None]
+            decay = tl.exp(tl.where(is_seen, totals[:, None] - decays[None, :], 0.0))
+            given = tl.where(is_seen, decay * read_by, 0.0)
+            taken = -(beta[:, None] * (decay * between))
+            taken = tl.where(row[None, :] < m[:, None], taken, 0.0)
             seen = tl.exp(totals)[:, None]
             made = beta[:, None] * (v - seen * told)
             output = seen * output
@@ -436,13 +447,17 @@ def rows_of(
         empty(key_heads, shape.key_dim), empty(key_heads, shape.key_dim),
         empty(heads, shape.value_dim), empty(heads), empty(heads),
     )  # fmt: skip
-    _rows_kernel[(tokens, 2 * key_heads + heads + 1)](
-        x, inputs.a, inputs.b, weights.convolution, weights.a_log, weights.dt_bias, owners,
-        batch.positions, batch.counts, batch.tokens, batch.read, batch.written,
-        None if slots is None else slots.inputs, rows.q, rows.k, rows.v, rows.decay, rows.beta,
+    _steps_kernel[(triton.cdiv(tokens * heads, _STEPS),)](
+        inputs.a, inputs.b, weights.a_log, weights.dt_bias, rows.decay, rows.beta, tokens, heads,
+        _STEPS, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    vectors = triton.cdiv(tokens * 2 * key_heads, VECTORS) + triton.cdiv(tokens * heads, VECTORS)
+    _rows_kernel[(vectors,)](
+        x, weights.convolution, owners, batch.positions, batch.counts, batch.tokens, batch.read,
+        batch.written, None if slots is None else slots.inputs, rows.q, rows.k, rows.v, tokens,
         heads, key_heads, shape.key_dim, shape.value_dim, shape.width,
-        _padded(max(shape.key_dim, shape.value_dim)), _padded(heads), shape.key_dim**-0.5,
-        num_warps=1, enable_fp_fusion=False,
+        _padded(max(shape.key_dim, shape.value_dim)), VECTORS, shape.key_dim**-0.5,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return rows
 
