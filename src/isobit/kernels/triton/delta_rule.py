@@ -53,7 +53,7 @@ from isobit.kernels.triton.memory import to_device
 CHUNK = 64
 _CHUNK = tl.constexpr(CHUNK)
 _EPSILON = tl.constexpr(1e-6)  # of the lengths of q and k
-_STEPS = 128  # numbers of g that a program makes
+STEPS = 128  # numbers of g that a program makes
 VECTORS = 8  # heads that a program makes
 _PART = tl.constexpr(16)  # rows of u that a product reads at once
 
@@ -253,17 +253,29 @@ def _rule_kernel(
             there = m < end
             between = tl.zeros([ROWS, _CHUNK], tl.float32)
             read_by = tl.zeros([ROWS, _CHUNK], tl.float32)
-            told = tl.zeros([ROWS, BV], tl.float32)
-            output = tl.zeros([ROWS, BV], tl.float32)
             for first in range(0, DK, BK):
                 d = first + depth
                 at_key = m[:, None] * (KH * DK) + d[None, :]
                 is_key = there[:, None] & (d < DK)[None, :]
-                k = tl.load(new_keys + at_key, mask=is_key, other=0.0)
-                q = tl.load(new_queries + at_key, mask=is_key, other=0.0)
                 keys = tl.trans(_keys(new_keys, held_keys, old, row, end, d, KH, DK, is_paged))
+                k = tl.load(new_keys + at_key, mask=is_key, other=0.0)
                 between = tl.dot(k, keys, between, input_precision="ieee")
+                q = tl.load(new_queries + at_key, mask=is_key, other=0.0)
                 read_by = tl.dot(q, keys, read_by, input_precision="ieee")
+            totals = _of_rows(decays, row, tl.minimum(m, _CHUNK - 1))
+            distance = totals[:, None] - decays[None, :]
+            decay = tl.exp(tl.where(distance > 0.0, 0.0, distance))  # only of later rows above 0
+            beta = tl.load(BETA + of_row + m * H, mask=there, other=0.0)
+            taken = -(beta[:, None] * (decay * between))
+            taken = tl.where(row[None, :] < m[:, None], taken, 0.0)
+            given = tl.where(row[None, :] <= m[:, None], decay * read_by, 0.0)
+            to = factors + row[None, :] * ROWS + group_row[:, None]
+            tl.debug_barrier()  # those of the group before are still read
+            tl.store(to, taken)
+            tl.store(to + _CHUNK * ROWS, given)
+            tl.debug_barrier()
+            told = tl.zeros([ROWS, BV], tl.float32)
+            output = tl.zeros([ROWS, BV], tl.float32)
             for first in range(0, DK, BK):
                 d = first + depth
                 at_key = m[:, None] * (KH * DK) + d[None, :]
@@ -275,23 +287,11 @@ def _rule_kernel(
                 told = tl.dot(k, s, told, input_precision="ieee")
                 q = tl.load(new_queries + at_key, mask=is_key, other=0.0)
                 output = tl.dot(q, s, output, input_precision="ieee")
-            beta = tl.load(BETA + of_row + m * H, mask=there, other=0.0)
             at_values = m[:, None] * (H * DV) + column[None, :]
             v = tl.load(V + of_row * DV + at_values, mask=there[:, None] & inside, other=0.0)
-            totals = _of_rows(decays, row, tl.minimum(m, _CHUNK - 1))
-            is_seen = row[None, :] <= m[:, None]
-            decay = tl.exp(tl.where(is_seen, totals[:, None] - decays[None, :], 0.0))
-            given = tl.where(is_seen, decay * read_by, 0.0)
-            taken = -(beta[:, None] * (decay * between))
-            taken = tl.where(row[None, :] < m[:, None], taken, 0.0)
             seen = tl.exp(totals)[:, None]
             made = beta[:, None] * (v - seen * told)
             output = seen * output
-            to = factors + row[None, :] * ROWS + group_row[:, None]
-            tl.debug_barrier()  # those of the group before are still read
-            tl.store(to, taken)
-            tl.store(to + _CHUNK * ROWS, given)
-            tl.debug_barrier()
             for first in range(0, group, _PART):
                 j = first + part
                 known = updates + j[:, None] * DV + column[None, :]
@@ -447,9 +447,9 @@ def rows_of(
         empty(key_heads, shape.key_dim), empty(key_heads, shape.key_dim),
         empty(heads, shape.value_dim), empty(heads), empty(heads),
     )  # fmt: skip
-    _steps_kernel[(triton.cdiv(tokens * heads, _STEPS),)](
+    _steps_kernel[(triton.cdiv(tokens * heads, STEPS),)](
         inputs.a, inputs.b, weights.a_log, weights.dt_bias, rows.decay, rows.beta, tokens, heads,
-        _STEPS, num_warps=4, enable_fp_fusion=False,
+        STEPS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     vectors = triton.cdiv(tokens * 2 * key_heads, VECTORS) + triton.cdiv(tokens * heads, VECTORS)
     _rows_kernel[(vectors,)](
@@ -472,7 +472,7 @@ class Form:
     warps: int
 
 
-FORMS = Form(1, 64, 64, 4), Form(16, 64, 32, 4), Form(CHUNK, 64, 16, 8)
+FORMS = Form(1, 128, 32, 8), Form(16, 64, 16, 8), Form(CHUNK, 64, 16, 8)
 
 
 def form_of(longest: int) -> Form:

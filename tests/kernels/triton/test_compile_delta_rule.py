@@ -1,0 +1,81 @@
+"""The gated delta rule compiles for sm_80 in 99 KiB, at the sizes of Qwen3.5 9B, its PTX assembles
+for every card since, and all its products are chains of ``fma`` in FP32.
+"""
+
+import re
+from typing import Any
+
+import pytest
+
+from isobit.kernels.triton import delta_gates, delta_rule, pointwise
+from isobit.kernels.triton.delta_rule import CHUNK, FORMS, Form
+from tests.kernels.hopper.ahead_of_time import Compiled
+from tests.kernels.triton.assembled import assert_assembles, compile_portable
+
+TYPES = {
+    **dict.fromkeys(("X", "A", "B", "CONVOLUTION", "A_LOG", "DT_BIAS", "INPUTS", "OUT"), "*bf16"),
+    **dict.fromkeys(("OWNER", "POSITION", "COUNT", "TOKEN", "READ", "WRITTEN", "WORK"), "*i32"),
+    **dict.fromkeys(("Q", "K", "V", "DECAY", "BETA", "KEYS", "UPDATES", "DECAYS"), "*fp32"),
+    **dict.fromkeys(("STATES", "FACTORS", "SUMS"), "*fp32"),
+    **dict.fromkeys(("DY", "GATE", "WEIGHT", "DX", "D_GATE"), "*bf16"),
+    **dict.fromkeys(("tokens", "count", "rows_of_block"), "i32"),
+    "STATE": "*i32",
+    "epsilon": "fp32",
+}
+HEADS = {"H": 32, "KH": 16, "DK": 128, "DV": 128}
+OF_SLOTS = "READ", "KEYS", "DECAYS"
+SPILLED = {1: {86: 16, 89: 16}, CHUNK: {80: 60}}
+"""Bytes of a thread by the rows of a program and the generation."""
+
+
+def rule(form: Form, in_training: bool = False) -> Compiled:
+    constants: dict[str, Any] = HEADS | dict.fromkeys(OF_SLOTS if in_training else ("STATE",))
+    constants |= {"ROWS": form.rows, "BV": form.columns, "BK": form.depth}
+    return compile_portable(
+        delta_rule._rule_kernel, TYPES, constants, form.warps, num_stages=1, most_stack=64
+    )
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("form", "in_training"), [*((form, False) for form in FORMS), (FORMS[-1], True)]
+)
+def test_rule(form: Form, in_training: bool) -> None:
+    """Each product and each step of a chain is one ``fma``, which PTX keeps apart from what is
+    rounded twice; nothing is added by tensor cores, whose sums belong to a generation.
+    """
+    made = rule(form, in_training)
+    assert "mma" not in made.ptx
+    threads = 32 * form.warps
+    of_keys, of_values = (form.rows * size / threads for size in (CHUNK, form.columns))
+    chains = 2 * form.depth * (of_keys + of_values) + 2 * 16 * of_values + 2 * of_values
+    of_state = 16 * form.depth * form.columns / threads
+    assert made.ptx.count("fma.rn.f32") >= chains + of_state
+    assert not re.search(r"\b(?:mul|add|sub|fma)\.f32|\bfma\.rn\.ftz\.f32", made.ptx)
+    assert_assembles(made, None if in_training else SPILLED.get(form.rows))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("in_training", [False, True])
+def test_rows(in_training: bool) -> None:
+    constants: dict[str, Any] = HEADS | {"WIDTH": 4, "N": 128, "VECTORS": delta_rule.VECTORS}
+    constants |= {"ROOT": 128**-0.5}
+    constants |= dict.fromkeys(("READ", "WRITTEN", "INPUTS")) if in_training else {}
+    made = compile_portable(delta_rule._rows_kernel, TYPES, constants, 4)
+    assert "fma" not in made.ptx
+    assert made.wide_loads and made.wide_stores
+    assert_assembles(made)
+
+
+def test_steps_and_gates() -> None:
+    width, rows, warps = pointwise.layout(128)
+    norm = {"D": 128, "WIDTH": width, "ROWS": rows}
+    for kernel, constants, warps_of_kernel in (
+        (delta_rule._steps_kernel, {"H": 32, "SIZE": delta_rule.STEPS}, 4),
+        (delta_gates._gated_norm_kernel, norm, warps),
+        (delta_gates._gated_norm_backward_kernel, norm, warps),
+        (delta_gates._gated_norm_backward_kernel, norm | {"SUMS": None}, warps),
+        (delta_gates._sigmoid_kernel, {"WIDTH": 1024}, 4),
+        (delta_gates._sigmoid_backward_kernel, {"WIDTH": 1024}, 4),
+    ):
+        assert_assembles(compile_portable(kernel, TYPES, constants, warps_of_kernel))
