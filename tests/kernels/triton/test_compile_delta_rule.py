@@ -58,7 +58,7 @@ def test_rule(form: Form, in_training: bool) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("in_training", [False, True])
 def test_rows(in_training: bool) -> None:
-    constants: dict[str, Any] = HEADS | {"WIDTH": 4, "N": 128, "VECTORS": delta_rule.VECTORS}
+    constants: dict[str, Any] = HEADS | {"WIDTH": 4, "LEVELS": 7, "VECTORS": delta_rule.VECTORS}
     constants |= {"ROOT": 128**-0.5}
     constants |= dict.fromkeys(("READ", "WRITTEN", "INPUTS")) if in_training else {}
     made = compile_portable(delta_rule._rows_kernel, TYPES, constants, 4)

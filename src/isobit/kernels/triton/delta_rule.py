@@ -84,6 +84,17 @@ def _open_chunk(position):
     return tl.maximum(position - 1, 0) // _CHUNK
 
 
+@triton.jit
+def _sums_of_squares(x, VECTORS: tl.constexpr, LEVELS: tl.constexpr):
+    """FP32 [VECTORS, 2^LEVELS] -> [VECTORS, 1], two neighbours at a time, so in any layout the
+    same: the forms of the kernel with and without slots may have others.
+    """
+    x = x * x
+    for level in tl.static_range(LEVELS):
+        x = tl.sum(tl.reshape(x, [VECTORS, 1 << (LEVELS - level - 1), 2]), 2)
+    return x
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _steps_kernel(
     A, B, A_LOG, DT_BIAS, DECAY, BETA, tokens, H: tl.constexpr, SIZE: tl.constexpr
@@ -103,10 +114,10 @@ def _steps_kernel(
 def _rows_kernel(
     X, CONVOLUTION, OWNER, POSITION, COUNT, TOKEN, READ, WRITTEN, INPUTS, Q, K, V, tokens,
     H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
-    N: tl.constexpr, VECTORS: tl.constexpr, ROOT: tl.constexpr,
+    LEVELS: tl.constexpr, VECTORS: tl.constexpr, ROOT: tl.constexpr,
 ):  # fmt: skip
-    """One program VECTORS heads of q and k, or of v, of one token and the next, padded to N
-    numbers; ROOT is 1 / sqrt(DK).  INPUTS, READ and WRITTEN may be None.
+    """One program VECTORS heads of q and k, or of v, of one token and the next, padded to
+    2^LEVELS numbers; ROOT is 1 / sqrt(DK).  INPUTS, READ and WRITTEN may be None.
     """
     channels: tl.constexpr = 2 * KH * DK + H * DV
     held: tl.constexpr = _CHUNK + WIDTH - 1  # inputs of a slot
@@ -119,14 +130,14 @@ def _rows_kernel(
     vector += tl.arange(0, VECTORS)[:, None]
     t = vector // heads
     head = (vector % heads).to(tl.int32)
-    i = tl.arange(0, N)[None, :]
+    i = tl.arange(0, 1 << LEVELS)[None, :]
     is_there = t < tokens
     inside = is_there & (i < size)
     channel = tl.where(is_key, 0, 2 * KH * DK) + head * size + i
     n = tl.load(OWNER + t, mask=is_there, other=0)
     position = tl.load(POSITION + n)
     row = (t - tl.load(TOKEN + n)).to(tl.int32)  # among the new ones
-    total = tl.zeros([VECTORS, N], tl.float32)
+    total = tl.zeros([VECTORS, 1 << LEVELS], tl.float32)
     if INPUTS is not None:
         read = tl.load(READ + n).to(tl.int64)
         shift = WIDTH - 1 - _open_chunk(position) * _CHUNK  # position -> row of the slot read
@@ -143,7 +154,7 @@ def _rows_kernel(
         total = term if place == 0 else total + term
     active = silu(total.to(X.dtype.element_ty).to(tl.float32))
     if is_key:
-        unit = active * tl.rsqrt(tl.sum(active * active, 1) + _EPSILON)[:, None]
+        unit = active * tl.rsqrt(_sums_of_squares(active, VECTORS, LEVELS) + _EPSILON)
         of_head = (t * KH + head) * DK + i
         tl.store(Q + of_head, unit * ROOT, mask=inside & (head < KH))
         tl.store(K + of_head - KH * DK, unit, mask=inside & (head >= KH))
@@ -456,7 +467,7 @@ def rows_of(
         x, weights.convolution, owners, batch.positions, batch.counts, batch.tokens, batch.read,
         batch.written, None if slots is None else slots.inputs, rows.q, rows.k, rows.v, tokens,
         heads, key_heads, shape.key_dim, shape.value_dim, shape.width,
-        _padded(max(shape.key_dim, shape.value_dim)), VECTORS, shape.key_dim**-0.5,
+        _padded(max(shape.key_dim, shape.value_dim)).bit_length() - 1, VECTORS, shape.key_dim**-0.5,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return rows
