@@ -19,9 +19,10 @@ from triton.runtime import interpreter
 
 from isobit.kernels.operands import DeltaGradients, DeltaInputs, DeltaShape, DeltaWeights
 from isobit.kernels.spec import delta_rule as spec
-from isobit.kernels.triton import delta_rule
+from isobit.kernels.triton import delta_rows, delta_rule
 from isobit.kernels.triton.delta_gates import TritonHybrid
-from isobit.kernels.triton.delta_rule import CHUNK, FORMS, DeltaSlots, Form, PagedDelta
+from isobit.kernels.triton.delta_rows import CHUNK, DeltaSlots
+from isobit.kernels.triton.delta_rule import Form, PagedDelta
 from isobit.kernels.triton.delta_rule_training import PackedDelta
 from tests.kernels.comparison import relative_error
 from tests.kernels.triton.interpreted_qkv import convert
@@ -50,7 +51,7 @@ def prepare() -> None:
     builder.create_fma = lambda _, x, y, z: interpreter.TensorHandle(
         _fused(x.data, y.data, z.data), z.dtype.scalar
     )
-    delta_rule.VECTORS = 128  # of a program, of which the interpreter takes few
+    delta_rows.VECTORS = 128  # of a program, of which the interpreter takes few
     torch.manual_seed(0)
     random.seed(0)
 
@@ -153,7 +154,7 @@ def check_decoding(shape: DeltaShape, start: int, length: int) -> None:
 
 def check_forms(shape: DeltaShape) -> None:
     """Rows at once, columns and depth are in no bit; nor is who is packed together."""
-    lengths = 130, 1, 70
+    lengths = 70, 1, 20
     learnt, given = weights(shape), inputs(shape, sum(lengths))
     expected = packed(given, learnt, lengths)
     usual = delta_rule.FORMS
@@ -234,10 +235,10 @@ def check_output(shape: DeltaShape, lengths: Sequence[int]) -> None:
 
 
 def _differentiable(
-    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, convolution: torch.Tensor,
-    a_log: torch.Tensor, dt_bias: torch.Tensor, shape: DeltaShape, lengths: Sequence[int],
-) -> torch.Tensor:  # fmt: skip
-    """Token by token, [T, H DV]."""
+    leaves: Sequence[torch.Tensor], shape: DeltaShape, lengths: Sequence[int]
+) -> torch.Tensor:
+    """Token by token, [T, H DV], of ``_leaves``."""
+    x, a, b, convolution, a_log, dt_bias = leaves
     made = list[torch.Tensor]()
     functional = torch.nn.functional
     repeat, keys = shape.value_heads // shape.key_heads, shape.key_heads * shape.key_dim
@@ -267,7 +268,7 @@ def _leaves(given: DeltaInputs, learnt: DeltaWeights) -> list[torch.Tensor]:
 
 def exact(given: DeltaInputs, learnt: DeltaWeights, lengths: Sequence[int]) -> torch.Tensor:
     with torch.no_grad():
-        return _differentiable(*_leaves(given, learnt), learnt.shape, lengths)
+        return _differentiable(_leaves(given, learnt), learnt.shape, lengths)
 
 
 def check_backward(shape: DeltaShape, lengths: Sequence[int]) -> None:
@@ -282,14 +283,15 @@ def check_backward(shape: DeltaShape, lengths: Sequence[int]) -> None:
     def gradients(rule: Any, add: int = 1) -> list[torch.Tensor]:
         made = DeltaGradients(*(torch.zeros_like(one) for one in held))
         _, saved = rule.forward(given, learnt)
+        found = given
         for _ in range(add):
-            of = rule.backward(saved, d_output, learnt, made)
-        return [of.x, of.a, of.b, made.convolution, made.a_log, made.dt_bias]
+            found = rule.backward(saved, d_output, learnt, made)
+        return [found.x, found.a, found.b, made.convolution, made.a_log, made.dt_bias]
 
     rule = PackedDelta(tuple(lengths), CPU)
     ours, theirs = gradients(rule), gradients(spec.PackedDelta(tuple(lengths)))
     leaves = _leaves(given, learnt)
-    output = _differentiable(*leaves, shape, lengths)
+    output = _differentiable(leaves, shape, lengths)
     wanted = torch.autograd.grad(output, leaves, d_output.double())
     for one, other, true in zip(ours, theirs, wanted, strict=True):
         error, yardstick = relative_error(one, true), relative_error(other, true)

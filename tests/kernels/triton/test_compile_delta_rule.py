@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from isobit.kernels.triton import delta_gates, delta_rule, pointwise
-from isobit.kernels.triton.delta_rule import CHUNK, FORMS, Form
+from isobit.kernels.triton import delta_gates, delta_rows, delta_rule, pointwise
+from isobit.kernels.triton.delta_rows import CHUNK
+from isobit.kernels.triton.delta_rule import FORMS, Form
 from tests.kernels.hopper.ahead_of_time import Compiled
 from tests.kernels.triton.assembled import assert_assembles, compile_portable
 
@@ -24,15 +25,15 @@ TYPES = {
 }
 HEADS = {"H": 32, "KH": 16, "DK": 128, "DV": 128}
 OF_SLOTS = "READ", "KEYS", "DECAYS"
-SPILLED = {1: {86: 16, 89: 16}, CHUNK: {80: 60}}
-"""Bytes of a thread by the rows of a program and the generation."""
+SPILLED = {1: {86: 32, 89: 32}, CHUNK: {80: 72}}
+"""Bytes of a thread by the rows of a program, and by generation."""
 
 
 def rule(form: Form, in_training: bool = False) -> Compiled:
     constants: dict[str, Any] = HEADS | dict.fromkeys(OF_SLOTS if in_training else ("STATE",))
     constants |= {"ROWS": form.rows, "BV": form.columns, "BK": form.depth}
     return compile_portable(
-        delta_rule._rule_kernel, TYPES, constants, form.warps, num_stages=1, most_stack=64
+        delta_rule._rule_kernel, TYPES, constants, form.warps, num_stages=1, most_stack=80
     )
 
 
@@ -52,16 +53,16 @@ def test_rule(form: Form, in_training: bool) -> None:
     of_state = 16 * form.depth * form.columns / threads
     assert made.ptx.count("fma.rn.f32") >= chains + of_state
     assert not re.search(r"\b(?:mul|add|sub|fma)\.f32|\bfma\.rn\.ftz\.f32", made.ptx)
-    assert_assembles(made, None if in_training else SPILLED.get(form.rows))
+    assert_assembles(made, SPILLED.get(form.rows))
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("in_training", [False, True])
 def test_rows(in_training: bool) -> None:
-    constants: dict[str, Any] = HEADS | {"WIDTH": 4, "LEVELS": 7, "VECTORS": delta_rule.VECTORS}
+    constants: dict[str, Any] = HEADS | {"WIDTH": 4, "LEVELS": 7, "VECTORS": delta_rows.VECTORS}
     constants |= {"ROOT": 128**-0.5}
     constants |= dict.fromkeys(("READ", "WRITTEN", "INPUTS")) if in_training else {}
-    made = compile_portable(delta_rule._rows_kernel, TYPES, constants, 4)
+    made = compile_portable(delta_rows._rows_kernel, TYPES, constants, 4)
     assert "fma" not in made.ptx
     assert made.wide_loads and made.wide_stores
     assert_assembles(made)
@@ -71,7 +72,7 @@ def test_steps_and_gates() -> None:
     width, rows, warps = pointwise.layout(128)
     norm = {"D": 128, "WIDTH": width, "ROWS": rows}
     for kernel, constants, warps_of_kernel in (
-        (delta_rule._steps_kernel, {"H": 32, "SIZE": delta_rule.STEPS}, 4),
+        (delta_rows._steps_kernel, {"H": 32, "SIZE": delta_rows.STEPS}, 4),
         (delta_gates._gated_norm_kernel, norm, warps),
         (delta_gates._gated_norm_backward_kernel, norm, warps),
         (delta_gates._gated_norm_backward_kernel, norm | {"SUMS": None}, warps),

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.triton.delta_rule import sigmoid
+from isobit.kernels.triton.delta_rows import sigmoid
 from isobit.kernels.triton.device_functions import add_block_sums
 from isobit.kernels.triton.pointwise import BLOCKS, columns_of_program, layout
 

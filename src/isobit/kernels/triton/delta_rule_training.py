@@ -14,13 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from isobit.kernels.operands import DeltaGradients, DeltaInputs, DeltaShape, DeltaWeights
-from isobit.kernels.triton.delta_rule import (
-    CHUNK,
-    DeltaBatch,
-    KeptStates,
-    apply_rule,
-    rows_of,
-)
+from isobit.kernels.triton.delta_rows import CHUNK, DeltaBatch, rows_of
+from isobit.kernels.triton.delta_rule import KeptStates, apply_rule
 from isobit.kernels.triton.memory import to_device
 
 SEQUENCES = 16
