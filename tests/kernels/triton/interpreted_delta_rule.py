@@ -17,13 +17,14 @@ import numpy as np
 import torch
 from triton.runtime import interpreter
 
+from isobit.kernels.backend import HybridOperations
 from isobit.kernels.operands import DeltaGradients, DeltaInputs, DeltaShape, DeltaWeights
 from isobit.kernels.spec import delta_rule as spec
 from isobit.kernels.triton import delta_rows, delta_rule
 from isobit.kernels.triton.delta_gates import TritonHybrid
 from isobit.kernels.triton.delta_rows import CHUNK, DeltaSlots
-from isobit.kernels.triton.delta_rule import Form, PagedDelta
-from isobit.kernels.triton.delta_rule_training import PackedDelta
+from isobit.kernels.triton.delta_rule import PagedDeltaRule, RuleForm
+from isobit.kernels.triton.delta_rule_training import PackedDeltaRule
 from tests.kernels.comparison import relative_error
 from tests.kernels.triton.interpreted_qkv import convert
 
@@ -71,7 +72,7 @@ def inputs(shape: DeltaShape, tokens: int, dtype: torch.dtype = torch.float32) -
 
 
 def packed(given: DeltaInputs, learnt: DeltaWeights, lengths: Sequence[int]) -> torch.Tensor:
-    return PackedDelta(tuple(lengths), CPU).forward(given, learnt)[0]
+    return PackedDeltaRule(tuple(lengths), CPU).forward(given, learnt)[0]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -119,9 +120,9 @@ class Rollout:
         counts = [len(span) for span in spans]
         if set(counts) == {1}:
             places = (torch.tensor(x, dtype=torch.int32) for x in (positions, read, written))
-            rule = PagedDelta.decoding(*places)
+            rule = PagedDeltaRule.decoding(*places)
         else:
-            rule = PagedDelta.of(positions, counts, read, written, CPU)
+            rule = PagedDeltaRule.of(positions, counts, read, written, CPU)
         self.output[tokens] = rule.forward(self.slots, part, self.learnt)
         for n, new in zip(lasts, written, strict=True):
             if new != self.held[n] and self.held[n] >= 0:
@@ -155,8 +156,8 @@ def check_moves() -> None:
     rollout = Rollout(given, learnt, [length])
     for last, moves in (
         (30, False), (31, True), (40, True), (64, False), (65, False), (66, True), (67, True),
-        (100, False), (101, False), (104, False), (105, True), (128, True), (130, False), (131, False), (194, True),
-        (length, False),
+        (100, False), (101, False), (104, False), (105, True), (128, True), (130, False),
+        (131, False), (194, True), (length, False),
     ):  # fmt: skip
         rollout.put({0: last}, moves)
     assert same_bits(rollout.output, packed(given, learnt, [length]))
@@ -181,7 +182,7 @@ def check_forms(shape: DeltaShape) -> None:
     learnt, given = weights(shape), inputs(shape, sum(lengths))
     expected = packed(given, learnt, lengths)
     usual = delta_rule.FORMS
-    for form in (*usual, Form(32, 16, 16, 4), Form(4, 32, 32, 4)):
+    for form in (*usual, RuleForm(32, 16, 16, 4), RuleForm(4, 32, 32, 4)):
         delta_rule.FORMS = (form,)
         assert same_bits(packed(given, learnt, lengths), expected)
     delta_rule.FORMS = usual
@@ -246,7 +247,7 @@ def check_contents() -> None:
 def check_output(shape: DeltaShape, lengths: Sequence[int]) -> None:
     """As near to the recurrence in FP64 as the specification; before the rounding to BF16."""
     learnt, given = weights(shape), inputs(shape, sum(lengths))
-    mine, saved = PackedDelta(tuple(lengths), CPU).forward(given, learnt)
+    mine, saved = PackedDeltaRule(tuple(lengths), CPU).forward(given, learnt)
     theirs, _ = spec.PackedDelta(tuple(lengths)).forward(given, learnt)
     wanted = exact(given, learnt, lengths)
     first = 0
@@ -311,7 +312,7 @@ def check_backward(shape: DeltaShape, lengths: Sequence[int]) -> None:
             found = rule.backward(saved, d_output, learnt, made)
         return [found.x, found.a, found.b, made.convolution, made.a_log, made.dt_bias]
 
-    rule = PackedDelta(tuple(lengths), CPU)
+    rule = PackedDeltaRule(tuple(lengths), CPU)
     ours, theirs = gradients(rule), gradients(spec.PackedDelta(tuple(lengths)))
     leaves = _leaves(given, learnt)
     output = _differentiable(leaves, shape, lengths)
@@ -326,6 +327,7 @@ def check_backward(shape: DeltaShape, lengths: Sequence[int]) -> None:
 
 def check_gates(size: int, heads: int, tokens: int) -> None:
     """As near to FP64 as the specification's in FP32, and a row's bits are its own in BF16."""
+    operations: HybridOperations = TritonHybrid()
     shape = tokens, heads * size
     x, gate, dy = (torch.randn(shape) * 3 for _ in range(3))
     weight = torch.randn(size)
@@ -338,25 +340,25 @@ def check_gates(size: int, heads: int, tokens: int) -> None:
     wanted = norm(*leaves)
     gradients = torch.autograd.grad(wanted, leaves, dy.double())
     grad = torch.ones(size)
-    made = TritonHybrid.gated_norm(x, gate, weight, 1e-6)
-    of = TritonHybrid.gated_norm_backward(dy, x, gate, weight, 1e-6, grad)
+    made = operations.gated_norm(x, gate, weight, 1e-6)
+    of = operations.gated_norm_backward(dy, x, gate, weight, 1e-6, grad)
     for ours, true in zip((made, *of, grad - 1), (wanted.detach(), *gradients), strict=True):
         assert relative_error(ours, true) < 1e-6
-    again = TritonHybrid.gated_norm_backward(dy, x, gate, weight, 1e-6, None)
+    again = operations.gated_norm_backward(dy, x, gate, weight, 1e-6, None)
     assert all(map(torch.equal, again, of))
     leaves = leaves[:2]
     wanted = leaves[0] * leaves[1].sigmoid()
     gradients = torch.autograd.grad(wanted, leaves, dy.double())
-    made = TritonHybrid.sigmoid_gate(x, gate), *TritonHybrid.sigmoid_gate_backward(dy, x, gate)
+    made = operations.sigmoid_gate(x, gate), *operations.sigmoid_gate_backward(dy, x, gate)
     for ours, true in zip(made, (wanted.detach(), *gradients), strict=True):
         assert relative_error(ours, true) < 5e-7
     x, gate = x.bfloat16(), gate.bfloat16()
     later = x[3:].contiguous(), gate[3:].contiguous()
-    whole = TritonHybrid.gated_norm(x, gate, weight, 1e-6)
-    assert torch.equal(whole[3:], TritonHybrid.gated_norm(*later, weight, 1e-6))
+    whole = operations.gated_norm(x, gate, weight, 1e-6)
+    assert torch.equal(whole[3:], operations.gated_norm(*later, weight, 1e-6))
     error = (whole.float() - spec.gated_norm(x, gate, weight, 1e-6).float()).abs()
     assert (error <= whole.float().abs() / 128).all()  # one rounding
-    assert torch.equal(TritonHybrid.sigmoid_gate(x, gate)[3:], TritonHybrid.sigmoid_gate(*later))
+    assert torch.equal(operations.sigmoid_gate(x, gate)[3:], operations.sigmoid_gate(*later))
 
 
 def gates() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from isobit.kernels.triton import delta_gates, delta_rows, delta_rule, pointwise
 from isobit.kernels.triton.delta_rows import CHUNK
-from isobit.kernels.triton.delta_rule import FORMS, Form
+from isobit.kernels.triton.delta_rule import FORMS, RuleForm
 from tests.kernels.hopper.ahead_of_time import Compiled
 from tests.kernels.triton.assembled import assert_assembles, compile_portable
 
@@ -29,7 +29,7 @@ SPILLED = {1: {86: 32, 89: 32}, CHUNK: {80: 72}}
 """Bytes of a thread by the rows of a program, and by generation."""
 
 
-def rule(form: Form, in_training: bool = False) -> Compiled:
+def rule(form: RuleForm, in_training: bool = False) -> Compiled:
     constants: dict[str, Any] = HEADS | dict.fromkeys(OF_SLOTS if in_training else ("STATE",))
     constants |= {"ROWS": form.rows, "BV": form.columns, "BK": form.depth}
     return compile_portable(
@@ -41,7 +41,7 @@ def rule(form: Form, in_training: bool = False) -> Compiled:
 @pytest.mark.parametrize(
     ("form", "in_training"), [*((form, False) for form in FORMS), (FORMS[-1], True)]
 )
-def test_rule(form: Form, in_training: bool) -> None:
+def test_rule(form: RuleForm, in_training: bool) -> None:
     """Each product and each step of a chain is one ``fma``, which PTX keeps apart from what is
     rounded twice; nothing is added by tensor cores, whose sums belong to a generation.
     """

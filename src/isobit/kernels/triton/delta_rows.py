@@ -176,7 +176,7 @@ class DeltaSlots:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Of each the first dimension is slots."""
+        """The first dimension of each is slots."""
         return self.inputs, self.keys, self.updates, self.decays, self.states
 
 
@@ -205,7 +205,7 @@ class DeltaBatch:
 
 
 def padded(size: int) -> int:
-    """At least 16, and a power of two."""
+    """The next power of two that is at least 16."""
     return max(16, 1 << (size - 1).bit_length())
 
 

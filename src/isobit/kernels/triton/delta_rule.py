@@ -335,7 +335,7 @@ def _rule_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class RuleForm:
     """What a program computes at once, which is in no bit."""
 
     rows: int
@@ -344,11 +344,11 @@ class Form:
     warps: int
 
 
-FORMS = Form(1, 128, 32, 8), Form(16, 64, 16, 8), Form(CHUNK, 64, 16, 8)
+FORMS = RuleForm(1, 128, 32, 8), RuleForm(16, 64, 16, 8), RuleForm(CHUNK, 64, 16, 8)
 
 
-def form_of(longest: int) -> Form:
-    """That for at most so many new tokens of a sequence."""
+def form_of(longest: int) -> RuleForm:
+    """The form for at most so many new tokens of a sequence."""
     return next((form for form in FORMS if form.rows >= longest), FORMS[-1])
 
 
@@ -366,7 +366,7 @@ def apply_rule(
     batch: DeltaBatch,
     held: DeltaSlots | KeptStates,
     output: torch.Tensor,
-    form: Form | None = None,
+    form: RuleForm | None = None,
 ) -> None:
     """Write o to the rows of ``batch``'s tokens in ``output`` [T, H DV], and what is kept of its
     sequences: to their slots, or in training their states.
@@ -391,7 +391,7 @@ def apply_rule(
     )  # fmt: skip
 
 
-class PagedDelta:
+class PagedDeltaRule:
     """The delta rule of the rollout; one object serves all layers of a forward."""
 
     def __init__(
@@ -410,7 +410,7 @@ class PagedDelta:
         read: Sequence[int],
         written: Sequence[int],
         device: torch.device,
-    ) -> "PagedDelta":
+    ) -> "PagedDeltaRule":
         """A ragged batch, known to the host, whose tokens are end to end; see ``DeltaBatch``."""
         for one in zip(positions, counts, read, written, strict=True):
             _check(*one)
@@ -432,7 +432,7 @@ class PagedDelta:
     @classmethod
     def decoding(
         cls, positions: torch.Tensor, read: torch.Tensor, written: torch.Tensor
-    ) -> "PagedDelta":
+    ) -> "PagedDeltaRule":
         """One new token for each sequence, int32 [n] on the device each; asks nothing of the host,
         so it can be captured.
         """

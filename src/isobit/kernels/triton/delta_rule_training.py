@@ -2,8 +2,9 @@
 (``isobit.kernels.triton.delta_rule``), and the backward.
 
 The backward is that of the same formulas in FP32, of up to SEQUENCES sequences at once, chunk by
-chunk from the end, by torch's products: it repeats its bits for the same call, since none of its
-operations adds by atomics.  All indices are made on the host, once for all layers.
+chunk from the end, by torch's products (FP32 by its default, not TF32): it repeats its bits for the
+same call, since none of its operations adds by atomics.  All indices are made on the host, once for
+all layers.
 
 Shapes: n chunks of which m rows are new, H value heads; otherwise as in ``delta_rule``.
 """
@@ -23,7 +24,7 @@ _EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaSaved:
+class SavedDeltaRule:
     """Inputs of a layer's delta rule, and the states of its chunks."""
 
     inputs: DeltaInputs
@@ -31,7 +32,7 @@ class DeltaSaved:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _ChunkStep:
     """A chunk of each of n sequences, the one with the most rows first; int64 on the device."""
 
     tokens: torch.Tensor  # [n, m]: the token of each row; a row that is not there repeats the last
@@ -41,7 +42,7 @@ class _Step:
     states: torch.Tensor | None  # [n]: the places of the states in front of it; None for zeros
 
 
-class PackedDelta:
+class PackedDeltaRule:
     """The delta rule of the training forward; one object serves all layers."""
 
     def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
@@ -68,7 +69,7 @@ class PackedDelta:
 
     def forward(
         self, inputs: DeltaInputs, weights: DeltaWeights
-    ) -> tuple[torch.Tensor, DeltaSaved]:
+    ) -> tuple[torch.Tensor, SavedDeltaRule]:
         """-> o [T, H DV] in the dtype of x, and what the backward reads."""
         shape, x = weights.shape, inputs.x
         rows = rows_of(inputs, weights, self._batch, self._owners, None)
@@ -76,11 +77,11 @@ class PackedDelta:
         kept = KeptStates(rows.v.new_empty(sizes), self._first)
         output = x.new_empty(len(x), shape.values)
         apply_rule(rows, shape, self._batch, kept, output)
-        return output, DeltaSaved(inputs, kept)
+        return output, SavedDeltaRule(inputs, kept)
 
     def backward(
         self,
-        saved: DeltaSaved,
+        saved: SavedDeltaRule,
         d_output: torch.Tensor,
         weights: DeltaWeights,
         gradients: DeltaGradients,
@@ -154,8 +155,8 @@ class PackedDelta:
 def _step(
     starts: torch.Tensor, counts: torch.Tensor, first: torch.Tensor, chunk: int,
     device: torch.device,
-) -> _Step:  # fmt: skip
-    """Of sequences that reach a chunk."""
+) -> _ChunkStep:  # fmt: skip
+    """The chunk of sequences that reach it."""
     there = (counts - chunk * CHUNK).clamp(max=CHUNK)
     row = torch.arange(int(there.max()))
     tokens = starts[:, None] + chunk * CHUNK + torch.minimum(row, there[:, None] - 1)
@@ -165,19 +166,19 @@ def _step(
     def sent(x: torch.Tensor) -> torch.Tensor:
         return to_device(x.contiguous(), device)
 
-    return _Step(
+    return _ChunkStep(
         sent(tokens), sent(hidden) if bool(hidden.any()) else None, sent(rows),
         sent(tokens.flatten()[rows]), sent(first + chunk - 1) if chunk else None,
     )  # fmt: skip
 
 
-def _taken(x: torch.Tensor, step: _Step) -> torch.Tensor:
+def _taken(x: torch.Tensor, step: _ChunkStep) -> torch.Tensor:
     """[T, H, ...] -> those of the rows of a chunk, [n, H, m, ...]."""
     rows = x.index_select(0, step.tokens.flatten())
     return rows.view(*step.tokens.shape, *x.shape[1:]).transpose(1, 2).contiguous()
 
 
-def _states(step: _Step, kept: torch.Tensor) -> torch.Tensor:
+def _states(step: _ChunkStep, kept: torch.Tensor) -> torch.Tensor:
     if step.states is None:
         return kept.new_zeros(len(step.tokens), *kept.shape[1:])
     return kept.index_select(0, step.states)
