@@ -6,6 +6,8 @@ import re
 from typing import Any
 
 import pytest
+import triton
+import triton.language as tl
 
 from isobit.kernels.triton import delta_gates, delta_rows, delta_rule, pointwise
 from isobit.kernels.triton.delta_rows import CHUNK
@@ -27,6 +29,35 @@ HEADS = {"H": 32, "KH": 16, "DK": 128, "DV": 128}
 OF_SLOTS = "READ", "KEYS", "DECAYS"
 SPILLED = {1: {86: 32, 89: 32}, CHUNK: {80: 72}}
 """Bytes of a thread by the rows of a program, and by generation."""
+
+
+@triton.jit
+def _product_kernel(A, B, OUT, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    m, n, k = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :], tl.arange(0, K)
+    a, b = tl.load(A + m * K + k[None, :]), tl.load(B + k[:, None] * N + n)
+    acc = tl.dot(a, b, tl.load(OUT + m * N + n), input_precision="ieee")
+    tl.store(OUT + m * N + n, acc)
+
+
+@pytest.mark.parametrize(("rows", "warps"), [(1, 1), (16, 4)])
+def test_a_product_is_one_chain_an_element(rows: int, warps: int) -> None:
+    """It begins with what is added to and takes the numbers of K one by one, whatever the number of
+    rows: each operand has one place in all chains.  With one row it is seen that they ascend.
+    """
+    depth, of_thread = 32, rows // warps
+    constants = {"M": rows, "N": 32, "K": depth}
+    types = dict.fromkeys(("A", "B", "OUT"), "*fp32")
+    ptx = compile_portable(_product_kernel, types, constants, warps).ptx
+    place = dict[str, int]()  # of a sum in its chain
+    operands = dict[str, int]()
+    for made, a, b, before in re.findall(r"fma\.rn\.f32\s+(%r\d+), (%\w+), (%\w+), (%\w+);", ptx):
+        place[made] = place.get(before, -1) + 1
+        assert all(operands.setdefault(one, place[made]) == place[made] for one in (a, b))
+    assert list(place.values()).count(depth - 1) == of_thread == len(place) // depth
+    if rows == 1:
+        loads = re.findall(r"ld\.shared\.v4\.b32\s+\{(.*?)\}, \[global_smem\+(\d+)\]", ptx)
+        ascending = [names for names, _ in sorted(loads, key=lambda load: int(load[1]))]
+        assert [operands[one] for one in ", ".join(ascending).split(", ")] == list(range(depth))
 
 
 def rule(form: RuleForm, in_training: bool = False) -> Compiled:

@@ -91,8 +91,8 @@ def _put_factors(
     q, k, held, beta, decays, to, old, m, end, KH: tl.constexpr, DK: tl.constexpr,
     ROWS: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Write the factors of u_j in the chains of rows m, [64, ROWS] of -u's and then of o's; -> G of
-    the rows.  q and k are at row 0.
+    """Write the factors of each u_j in the chains of rows m, [64, ROWS], those of u and then those
+    of o; -> G of the rows.  q and k are at row 0.
     """
     row = tl.arange(0, _CHUNK)
     depth = tl.arange(0, BK)
