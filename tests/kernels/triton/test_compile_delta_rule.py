@@ -32,11 +32,14 @@ SPILLED = {1: {86: 32, 89: 32}, CHUNK: {80: 72}}
 
 
 @triton.jit
-def _product_kernel(A, B, OUT, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    m, n, k = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :], tl.arange(0, K)
-    a, b = tl.load(A + m * K + k[None, :]), tl.load(B + k[:, None] * N + n)
-    acc = tl.dot(a, b, tl.load(OUT + m * N + n), input_precision="ieee")
-    tl.store(OUT + m * N + n, acc)
+def _product_kernel(
+    a, b, out, rows: tl.constexpr, columns: tl.constexpr, depth: tl.constexpr
+) -> None:
+    m, n = tl.arange(0, rows)[:, None], tl.arange(0, columns)[None, :]
+    k = tl.arange(0, depth)
+    left, right = tl.load(a + m * depth + k[None, :]), tl.load(b + k[:, None] * columns + n)
+    acc = tl.dot(left, right, tl.load(out + m * columns + n), input_precision="ieee")
+    tl.store(out + m * columns + n, acc)
 
 
 @pytest.mark.parametrize(("rows", "warps"), [(1, 1), (16, 4)])
@@ -45,8 +48,8 @@ def test_a_product_is_one_chain_an_element(rows: int, warps: int) -> None:
     rows: each operand has one place in all chains.  With one row it is seen that they ascend.
     """
     depth, of_thread = 32, rows // warps
-    constants = {"M": rows, "N": 32, "K": depth}
-    types = dict.fromkeys(("A", "B", "OUT"), "*fp32")
+    constants = {"rows": rows, "columns": 32, "depth": depth}
+    types: dict[str, str] = dict.fromkeys(("a", "b", "out"), "*fp32")
     ptx = compile_portable(_product_kernel, types, constants, warps).ptx
     place = dict[str, int]()  # of a sum in its chain
     operands = dict[str, int]()
