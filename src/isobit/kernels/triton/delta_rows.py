@@ -1,0 +1,244 @@
+"""What a row of the gated delta rule is computed from: its convolution with silu, the norms of q
+and k, the decay g and beta; and the slots that sequences go on from.
+
+The formulas are those of ``isobit.kernels.spec.delta_rule``: FP32 sums from the oldest input on,
+rounded to the dtype of x, then FP32.  A vector's squares are added two neighbours at a time.  The
+inputs in front of a sequence's first new row come from its slot, and new ones go to a slot.
+
+Shapes: T new tokens of n sequences, H value heads, H / r key heads (KH), heads of DK and DV.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from isobit.kernels.operands import DeltaInputs, DeltaShape, DeltaWeights
+
+CHUNK = 64
+_CHUNK = tl.constexpr(CHUNK)
+_EPSILON = tl.constexpr(1e-6)  # of the lengths of q and k
+STEPS = 128  # numbers of g that a program makes
+VECTORS = 8  # heads that a program makes
+
+
+@triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)), to FP32's accuracy also where it is small (log1p by Kahan's quotient)."""
+    small = tl.exp(-tl.abs(x))
+    sum = 1.0 + small
+    is_one = sum == 1.0
+    more = tl.log(sum) * (small / tl.where(is_one, 1.0, sum - 1.0))
+    return tl.maximum(x, 0.0) + tl.where(is_one, small, more)
+
+
+@triton.jit
+def open_chunk(position):
+    """The chunk that a slot holds in front of a position: at a multiple of 64 the one before."""
+    return tl.maximum(position - 1, 0) // _CHUNK
+
+
+@triton.jit
+def _sums_of_squares(x, VECTORS: tl.constexpr, LEVELS: tl.constexpr):
+    """FP32 [VECTORS, 2^LEVELS] -> [VECTORS, 1], two neighbours at a time, so in any layout the
+    same: the forms of the kernel with and without slots may have others.
+    """
+    x = x * x
+    for level in tl.static_range(LEVELS):
+        x = tl.sum(tl.reshape(x, [VECTORS, 1 << (LEVELS - level - 1), 2]), 2)
+    return x
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _steps_kernel(A, B, A_LOG, DT_BIAS, DECAY, BETA, tokens, H: tl.constexpr, SIZE: tl.constexpr):
+    """One program SIZE numbers of g and beta."""
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = place < tokens * H
+    rate = tl.exp(tl.load(A_LOG + place % H).to(tl.float32))
+    step = tl.load(A + place, mask=inside, other=0.0).to(tl.float32)
+    step += tl.load(DT_BIAS + place % H).to(tl.float32)
+    tl.store(DECAY + place, -rate * _softplus(step), mask=inside)
+    b = tl.load(B + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(BETA + place, sigmoid(b), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _rows_kernel(
+    X, CONVOLUTION, OWNER, POSITION, COUNT, TOKEN, READ, WRITTEN, INPUTS, Q, K, V, tokens,
+    H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
+    LEVELS: tl.constexpr, VECTORS: tl.constexpr, ROOT: tl.constexpr,
+):  # fmt: skip
+    """One program VECTORS heads of q and k, or of v, of one token and the next, padded to
+    2^LEVELS numbers; ROOT is 1 / sqrt(DK).  INPUTS, READ and WRITTEN may be None.
+    """
+    channels: tl.constexpr = 2 * KH * DK + H * DV
+    held: tl.constexpr = _CHUNK + WIDTH - 1  # inputs of a slot
+    program = tl.program_id(0).to(tl.int64)
+    of_keys = (tokens * (2 * KH) + VECTORS - 1) // VECTORS
+    is_key = program < of_keys
+    size = tl.where(is_key, DK, DV)
+    heads = tl.where(is_key, 2 * KH, H)
+    vector = tl.where(is_key, program, program - of_keys) * VECTORS
+    vector += tl.arange(0, VECTORS)[:, None]
+    t = vector // heads
+    head = (vector % heads).to(tl.int32)
+    i = tl.arange(0, 1 << LEVELS)[None, :]
+    is_there = t < tokens
+    inside = is_there & (i < size)
+    channel = tl.where(is_key, 0, 2 * KH * DK) + head * size + i
+    n = tl.load(OWNER + t, mask=is_there, other=0)
+    position = tl.load(POSITION + n)
+    row = (t - tl.load(TOKEN + n)).to(tl.int32)  # among the new ones
+    total = tl.zeros([VECTORS, 1 << LEVELS], tl.float32)
+    if INPUTS is not None:
+        read = tl.load(READ + n).to(tl.int64)
+        shift = WIDTH - 1 - open_chunk(position) * _CHUNK  # position -> row of the slot read
+        source = INPUTS + (read * held + shift) * channels + channel
+    for place in tl.static_range(WIDTH):
+        back = WIDTH - 1 - place
+        x = tl.load(X + (t - back) * channels + channel, mask=inside & (row >= back), other=0.0)
+        if INPUTS is not None:
+            seen = position + row - back
+            before = inside & (row < back) & (seen >= 0)
+            x = tl.where(before, tl.load(source + seen * channels, mask=before, other=0.0), x)
+        factor = tl.load(CONVOLUTION + channel * WIDTH + place, mask=inside, other=0.0)
+        term = x.to(tl.float32) * factor.to(tl.float32)
+        total = term if place == 0 else total + term
+    active = silu(total.to(X.dtype.element_ty).to(tl.float32))
+    if is_key:
+        unit = active * tl.rsqrt(_sums_of_squares(active, VECTORS, LEVELS) + _EPSILON)
+        of_head = (t * KH + head) * DK + i
+        tl.store(Q + of_head, unit * ROOT, mask=inside & (head < KH))
+        tl.store(K + of_head - KH * DK, unit, mask=inside & (head >= KH))
+    else:
+        tl.store(V + (t * H + head) * DV + i, active, mask=inside)
+    if INPUTS is not None:
+        written = tl.load(WRITTEN + n).to(tl.int64)
+        stop = position + tl.load(COUNT + n)
+        begin = (stop - 1) // _CHUNK * _CHUNK - (WIDTH - 1)  # of the slot written
+        to = INPUTS + written * held * channels + channel
+        own = position + row - begin
+        x = tl.load(X + t * channels + channel, mask=inside, other=0.0)
+        tl.store(to + own * channels, x, mask=inside & (own >= 0))
+        moves = is_there & (row == 0) & (read != written)  # then what is before moves too
+        for old in range(0, tl.max(tl.where(moves, position - begin, 0))):
+            seen = begin + old
+            copied = inside & moves & (seen < position)
+            x = tl.load(source + seen * channels, mask=copied & (seen >= 0), other=0.0)
+            tl.store(to + old * channels, x, mask=copied)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRows:
+    """What rows are computed from, FP32: q and k [T, KH, DK], v [T, H, DV], decay g and beta [T,
+    H].
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    decay: torch.Tensor
+    beta: torch.Tensor
+
+
+class DeltaSlots:
+    """What sequences go on from in one layer, a slot each."""
+
+    def __init__(
+        self, shape: DeltaShape, slots: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """Zeros; ``dtype`` is that of x."""
+
+        def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.zeros(slots, *sizes, dtype=dtype, device=device)
+
+        heads = shape.value_heads
+        self.inputs = zeros(CHUNK + shape.width - 1, shape.channels, dtype=dtype)
+        self.keys = zeros(heads, CHUNK, shape.key_dim)
+        self.updates = zeros(heads, CHUNK, shape.value_dim)
+        self.decays = zeros(heads, CHUNK)
+        self.states = zeros(heads, shape.key_dim, shape.value_dim)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The first dimension of each is slots."""
+        return self.inputs, self.keys, self.updates, self.decays, self.states
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaBatch:
+    """New tokens of n sequences; int32 [n] on the device."""
+
+    positions: torch.Tensor  # of the first new token
+    counts: torch.Tensor  # new tokens
+    tokens: torch.Tensor  # the row of the first one among the tokens of all sequences
+    read: torch.Tensor | None  # the slot that a sequence goes on from; -1 where it begins
+    written: torch.Tensor | None
+    """The slot of its last row.  It is the slot read only where that holds the same chunk.  None,
+    as ``read``, in training, which has no slots.
+    """
+    longest: int  # a bound of the counts
+
+    def sequences(self, index: torch.Tensor, longest: int) -> "DeltaBatch":
+        """Some of them, int64 on the device."""
+
+        def some(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x.index_select(0, index)
+
+        places = (x.index_select(0, index) for x in (self.positions, self.counts, self.tokens))
+        return DeltaBatch(*places, some(self.read), some(self.written), longest)
+
+
+def padded(size: int) -> int:
+    """The next power of two that is at least 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def rows_of(
+    inputs: DeltaInputs,
+    weights: DeltaWeights,
+    batch: DeltaBatch,
+    owners: torch.Tensor,
+    slots: DeltaSlots | None,
+) -> DeltaRows:
+    """Convolution, silu, norms, decay and beta of new tokens, whose x go to the slots written;
+    ``owners`` int32 [T], the sequence of each token.
+    """
+    shape, tokens, x = weights.shape, len(inputs.x), inputs.x
+    heads, key_heads = shape.value_heads, shape.key_heads
+
+    def empty(*sizes: int) -> torch.Tensor:
+        return torch.empty(tokens, *sizes, dtype=torch.float32, device=x.device)
+
+    rows = DeltaRows(
+        empty(key_heads, shape.key_dim), empty(key_heads, shape.key_dim),
+        empty(heads, shape.value_dim), empty(heads), empty(heads),
+    )  # fmt: skip
+    _steps_kernel[(triton.cdiv(tokens * heads, STEPS),)](
+        inputs.a, inputs.b, weights.a_log, weights.dt_bias, rows.decay, rows.beta, tokens, heads,
+        STEPS, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    vectors = triton.cdiv(tokens * 2 * key_heads, VECTORS) + triton.cdiv(tokens * heads, VECTORS)
+    _rows_kernel[(vectors,)](
+        x, weights.convolution, owners, batch.positions, batch.counts, batch.tokens, batch.read,
+        batch.written, None if slots is None else slots.inputs, rows.q, rows.k, rows.v, tokens,
+        heads, key_heads, shape.key_dim, shape.value_dim, shape.width,
+        padded(max(shape.key_dim, shape.value_dim)).bit_length() - 1, VECTORS, shape.key_dim**-0.5,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return rows

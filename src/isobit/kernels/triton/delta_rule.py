@@ -1,0 +1,459 @@
+"""The gated delta rule on a GPU: one function in rollout and training, on one card bit for bit.
+
+The formulas are those of ``isobit.kernels.spec.delta_rule``, with chunks of 64 tokens from a
+sequence's start.  Sums differ: here each is one chain of ``fma`` in FP32, in ascending order.  With
+S0 the state in front of a chunk, k_id number d of row i, and G_i the sum of g up to row i, row
+after row:
+
+    u_i    first  beta_i (v_i - exp(G_i) (S0^T k_i)),   then for j = 0 .. i - 1
+           fma(-beta_i (exp(G_i - G_j) (k_i . k_j)), u_j, .)
+    o_i    first  exp(G_i) (S0^T q_i),                  then for j = 0 .. i
+           fma(exp(G_i - G_j) (q_i . k_j), u_j, .)
+    S1_d   first  exp(G_63) S0_d,                       then for j = 0 .. 63
+           fma(exp(G_63 - G_j) k_jd, u_j, .)
+
+and S0^T k, k . k and their like begin with 0 and take d in ascending order.
+
+**Bits.**  ``tl.dot`` of FP32 in IEEE precision is such a chain for each element by itself, whatever
+the number of rows and wherever a sum is cut into several products; the sums over rows of a group
+are the same chain written out.  So nothing but time depends on how many rows are computed at once,
+which columns of dv a program has, or where a group begins.  Terms that a form has and another has
+not are products with 0; they can change the sign of a zero alone, and results are canonical (+ 0.0
+makes -0 to 0).  No kernel may contract a product and a sum (``enable_fp_fusion=False``); exp, of
+ex2.approx, is the same instruction everywhere.
+
+**Work.**  ``_rule_kernel`` has one program a sequence, value head and block of dv, which walks its
+chunks; ROWS new rows at once: 1 in decoding, 16 for guesses, 64 in prompts and in training.  A
+group's factors of u_j are in global memory, where each step of the chain reads one column.
+FP32 products use no tensor cores, and blocks of dv repeat what is of keys alone: about 200,000
+operations a token and head of 128 x 128.
+
+**Slots.**  What a sequence goes on from is in a slot (``DeltaSlots``): S0, the keys, u and G of the
+open chunk, and its inputs behind the ``width`` - 1 in front of it.  At a position that is a
+multiple of 64 the open chunk is the previous one, whole, and S1 is computed by whoever writes row
+0, so rows that were rejected leave nothing.  In training no slot is read or written, and the states
+in front of chunks are kept for the backward.
+
+Shapes: T new tokens of n sequences, H value heads, H / r key heads (KH), heads of DK and DV.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportReturnType=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from isobit.kernels.operands import DeltaInputs, DeltaShape, DeltaWeights
+from isobit.kernels.triton.delta_rows import (
+    CHUNK,
+    DeltaBatch,
+    DeltaRows,
+    DeltaSlots,
+    open_chunk,
+    padded,
+    rows_of,
+)
+from isobit.kernels.triton.memory import to_device
+
+_CHUNK = tl.constexpr(CHUNK)
+_PART = tl.constexpr(16)  # rows of u that a product reads at once
+
+
+@triton.jit
+def _keys(new, held, old, row, end, d, KH: tl.constexpr, DK: tl.constexpr):
+    """FP32 [row, d]: rows of the chunk below ``old`` from the slot, whose head's keys begin at
+    ``held``, those below ``end`` from the new tokens: at ``new`` is that of row 0, if it is one.
+    """
+    inside = (d < DK)[None, :]
+    is_new = ((row >= old) & (row < end))[:, None]
+    at = row[:, None] * (KH * DK) + d[None, :]
+    keys = tl.load(new + at, mask=is_new & inside, other=0.0)
+    if held is not None:
+        at = row[:, None] * DK + d[None, :]
+        is_old = (row < old)[:, None]
+        keys = tl.where(is_old, tl.load(held + at, mask=is_old & inside, other=0.0), keys)
+    return keys
+
+
+@triton.jit
+def _of_rows(x, row, wanted):
+    """x [row] at the rows ``wanted``, which are among them."""
+    return tl.sum(tl.where(wanted[:, None] == row[None, :], x[None, :], 0.0), 1)
+
+
+@triton.jit
+def _put_factors(
+    q, k, held, beta, decays, to, old, m, end, KH: tl.constexpr, DK: tl.constexpr,
+    ROWS: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Write the factors of each u_j in the chains of rows m, [64, ROWS], those of u and then those
+    of o; -> G of the rows.  q and k are at row 0.
+    """
+    row = tl.arange(0, _CHUNK)
+    depth = tl.arange(0, BK)
+    between = tl.zeros([ROWS, _CHUNK], tl.float32)
+    read_by = tl.zeros([ROWS, _CHUNK], tl.float32)
+    for first in range(0, DK, BK):
+        d = first + depth
+        at = m[:, None] * (KH * DK) + d[None, :]
+        inside = (m < end)[:, None] & (d < DK)[None, :]
+        keys = tl.trans(_keys(k, held, old, row, end, d, KH, DK))
+        one = tl.load(k + at, mask=inside, other=0.0)
+        between = tl.dot(one, keys, between, input_precision="ieee")
+        one = tl.load(q + at, mask=inside, other=0.0)
+        read_by = tl.dot(one, keys, read_by, input_precision="ieee")
+    totals = _of_rows(decays, row, tl.minimum(m, _CHUNK - 1))
+    distance = totals[:, None] - decays[None, :]
+    decay = tl.exp(tl.where(distance > 0.0, 0.0, distance))  # only of later rows above 0
+    taken = -(beta[:, None] * (decay * between))
+    taken = tl.where(row[None, :] < m[:, None], taken, 0.0)
+    given = tl.where(row[None, :] <= m[:, None], decay * read_by, 0.0)
+    at = row[None, :] * ROWS + tl.arange(0, ROWS)[:, None]
+    tl.debug_barrier()  # those of the rows before are still read
+    tl.store(to + at, taken)
+    tl.store(to + _CHUNK * ROWS + at, given)
+    tl.debug_barrier()
+    return totals
+
+
+@triton.jit
+def _of_state(
+    q, k, state, exists, m, end, column, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    ROWS: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """S0^T k and S0^T q of rows m, [ROWS, BV]."""
+    depth = tl.arange(0, BK)
+    told = tl.zeros([ROWS, BV], tl.float32)
+    output = tl.zeros([ROWS, BV], tl.float32)
+    for first in range(0, DK, BK):
+        d = first + depth
+        at = d[:, None] * DV + column[None, :]
+        is_there = (d < DK)[:, None] & (column < DV)[None, :] & exists
+        s = tl.load(state + at, mask=is_there, other=0.0)
+        at_row = m[:, None] * (KH * DK) + d[None, :]
+        inside = (m < end)[:, None] & (d < DK)[None, :]
+        one = tl.load(k + at_row, mask=inside, other=0.0)
+        told = tl.dot(one, s, told, input_precision="ieee")
+        one = tl.load(q + at_row, mask=inside, other=0.0)
+        output = tl.dot(one, s, output, input_precision="ieee")
+    return told, output
+
+
+@triton.jit
+def _chains(
+    made, output, factors, updates, group, end, column, DV: tl.constexpr, ROWS: tl.constexpr
+):
+    """u and o of the rows from ``group`` on, [ROWS, BV], from the first terms of their chains."""
+    group_row = tl.arange(0, ROWS)
+    part = tl.arange(0, _PART)
+    for first in range(0, group, _PART):
+        j = first + part
+        known = updates + j[:, None] * DV + column[None, :]
+        u = tl.load(known, mask=(j < group)[:, None] & (column < DV)[None, :], other=0.0)
+        factor = factors + j[None, :] * ROWS + group_row[:, None]
+        is_known = (j < group)[None, :]
+        w = tl.load(factor, mask=is_known, other=0.0)
+        made = tl.dot(w, u, made, input_precision="ieee")
+        w = tl.load(factor + _CHUNK * ROWS, mask=is_known, other=0.0)
+        output = tl.dot(w, u, output, input_precision="ieee")
+    for one in range(0, tl.minimum(end - group, ROWS)):
+        u = tl.sum(tl.where((group_row == one)[:, None], made, 0.0), 0) + 0.0
+        u = tl.broadcast_to(u[None, :], made.shape)
+        factor = factors + (group + one) * ROWS + group_row
+        w = tl.broadcast_to(tl.load(factor)[:, None], made.shape)
+        made = tl.where((group_row > one)[:, None], tl.math.fma(w, u, made), made)
+        w = tl.broadcast_to(tl.load(factor + _CHUNK * ROWS)[:, None], made.shape)
+        output = tl.where((group_row >= one)[:, None], tl.math.fma(w, u, output), output)
+    return made + 0.0, output + 0.0
+
+
+@triton.jit
+def _put_next_state(
+    state, exists, following, k, held, updates, decays, old, end, column, KH: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Write S1 of a whole chunk, from S0 at ``state`` or, where none exists, from zeros."""
+    row = tl.arange(0, _CHUNK)
+    part = tl.arange(0, _PART)
+    depth = tl.arange(0, BK)
+    inside = (column < DV)[None, :]
+    final = tl.sum(tl.where(row == _CHUNK - 1, decays, 0.0), 0)
+    for first in range(0, DK, BK):
+        d = first + depth
+        at = d[:, None] * DV + column[None, :]
+        is_there = (d < DK)[:, None] & inside
+        s = tl.exp(final) * tl.load(state + at, mask=is_there & exists, other=0.0)
+        for one in range(0, _CHUNK, _PART):
+            j = one + part
+            keys = _keys(k, held, old, j, end, d, KH, DK)
+            weights = tl.exp(final - _of_rows(decays, row, j))[:, None] * keys
+            u = tl.load(updates + j[:, None] * DV + column[None, :], mask=inside, other=0.0)
+            s = tl.dot(tl.trans(weights), u, s, input_precision="ieee")
+        tl.debug_barrier()  # S0 of these d is read before S1 takes its place
+        tl.store(following + at, s + 0.0, mask=is_there)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _move_updates(source, to, moves, old, column, DV: tl.constexpr):
+    """If ``moves``, u of the rows below ``old`` from the slot read to the slot written."""
+    if moves:
+        row = tl.arange(0, _CHUNK)
+        at = row[:, None] * DV + column[None, :]
+        is_old = (row < old)[:, None] & (column < DV)[None, :]
+        tl.store(to + at, tl.load(source + at, mask=is_old), mask=is_old)
+        tl.debug_barrier()
+
+
+@triton.jit
+def _move_state(
+    source, exists, to, moves, column, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr
+):
+    """If ``moves``, S0 to the slot written."""
+    if moves:
+        depth = tl.arange(0, BK)
+        for first in range(0, DK, BK):
+            d = first + depth
+            at = d[:, None] * DV + column[None, :]
+            is_there = (d < DK)[:, None] & (column < DV)[None, :]
+            s = tl.load(source + at, mask=is_there & exists, other=0.0)
+            tl.store(to + at, s, mask=is_there)
+
+
+@triton.jit
+def _put_keys(
+    k, held, to, decays, to_decays, old, lowest, end, KH: tl.constexpr, DK: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """Keys and G of the rows from ``lowest`` on, to the slot written."""
+    row = tl.arange(0, _CHUNK)
+    depth = tl.arange(0, BK)
+    is_new = (row >= lowest) & (row < end)
+    for first in range(0, DK, BK):
+        d = first + depth
+        keys = _keys(k, held, old, row, end, d, KH, DK)
+        inside = is_new[:, None] & (d < DK)[None, :]
+        tl.store(to + row[:, None] * DK + d[None, :], keys, mask=inside)
+    tl.store(to_decays + row, decays, mask=is_new)
+
+
+@triton.jit
+def _rule_kernel(
+    Q, K, V, DECAY, BETA, POSITION, COUNT, TOKEN, READ, WORK, STATE, KEYS, UPDATES, DECAYS, STATES,
+    FACTORS, OUT, H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    ROWS: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """One program a sequence, value head and BV columns of DV.
+
+    WORK is the slot written, and in training a row of UPDATES; READ is then not there, nor are KEYS
+    and DECAYS, and the state in front of a sequence's chunk c > 0 is kept in STATES at STATE + c -
+    1. FACTORS [program, 2, 64, ROWS] is for the program alone.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    kh = h // (H // KH)
+    row = tl.arange(0, _CHUNK)
+    column = tl.program_id(2) * BV + tl.arange(0, BV)
+    program = (n * H + h) * tl.num_programs(2) + tl.program_id(2)
+    factors = FACTORS + program * (2 * _CHUNK * ROWS)
+    position = tl.load(POSITION + n)
+    stop = position + tl.load(COUNT + n)
+    token = tl.load(TOKEN + n).to(tl.int64)
+    work = tl.load(WORK + n).to(tl.int64)
+    updates = UPDATES + (work * H + h) * (_CHUNK * DV)
+    begin = open_chunk(position)
+    last = (stop - 1) // _CHUNK
+    old = position - begin * _CHUNK  # rows of the chunk that the slot read holds
+    is_paged: tl.constexpr = READ is not None
+    if is_paged:
+        read = tl.load(READ + n).to(tl.int64)
+        held = KEYS + (read * H + h) * (_CHUNK * DK)
+        held_decays = DECAYS + (read * H + h) * _CHUNK
+        decays = tl.load(held_decays + row, mask=row < old, other=0.0)
+        total = tl.load(held_decays + old - 1, mask=old > 0, other=0.0)
+        of_read = UPDATES + (read * H + h) * (_CHUNK * DV)
+        _move_updates(of_read, updates, (read != work) & (old > 0), old, column, DV)
+    else:
+        read = tl.full([], -1, tl.int64)
+        held = None
+        decays = tl.zeros([_CHUNK], tl.float32)
+        total = tl.sum(decays, 0)
+    here = read  # the row of STATES with the chunk's S0; -1 for zeros
+    for chunk in range(begin, last + 1):
+        base = token + (chunk * _CHUNK - position)  # the token of row 0, if it is new
+        q = Q + (base * KH + kh) * DK
+        k = K + (base * KH + kh) * DK
+        of_row = base * H + h
+        state = STATES + (here * H + h) * (DK * DV)
+        end = tl.minimum(stop - chunk * _CHUNK, _CHUNK)
+        for i in range(old, end):
+            total += tl.load(DECAY + of_row + i * H)
+            decays = tl.where(row == i, total, decays)
+        for group in range(old, end, ROWS):
+            m = group + tl.arange(0, ROWS)
+            beta = tl.load(BETA + of_row + m * H, mask=m < end, other=0.0)
+            totals = _put_factors(q, k, held, beta, decays, factors, old, m, end, KH, DK, ROWS, BK)
+            told, output = _of_state(
+                q, k, state, here >= 0, m, end, column, KH, DK, DV, ROWS, BV, BK
+            )
+            inside = (m < end)[:, None] & (column < DV)[None, :]
+            at = m[:, None] * (H * DV) + column[None, :]
+            v = tl.load(V + of_row * DV + at, mask=inside, other=0.0)
+            seen = tl.exp(totals)[:, None]
+            made, output = _chains(
+                beta[:, None] * (v - seen * told), seen * output, factors, updates, group, end,
+                column, DV, ROWS,
+            )  # fmt: skip
+            tl.store(OUT + of_row * DV + at, output.to(OUT.dtype.element_ty), mask=inside)
+            tl.store(updates + m[:, None] * DV + column[None, :], made, mask=inside)
+            tl.debug_barrier()
+        if chunk < last:
+            following = work
+            if not is_paged:
+                following = tl.load(STATE + n).to(tl.int64) + chunk
+            to = STATES + (following * H + h) * (DK * DV)
+            _put_next_state(
+                state, here >= 0, to, k, held, updates, decays, old, end, column, KH, DK, DV, BK
+            )
+            here = following
+            decays = tl.zeros([_CHUNK], tl.float32)
+            total = tl.sum(decays, 0)
+            old = old * 0
+        elif is_paged:
+            lowest = tl.where(read == work, old, 0)  # rows below are there already
+            to = STATES + (work * H + h) * (DK * DV)
+            _move_state(state, here >= 0, to, here != work, column, DK, DV, BK)
+            if tl.program_id(2) == 0:
+                to_keys = KEYS + (work * H + h) * (_CHUNK * DK)
+                to_decays = DECAYS + (work * H + h) * _CHUNK
+                _put_keys(k, held, to_keys, decays, to_decays, old, lowest, end, KH, DK, BK)
+
+
+@dataclass(frozen=True, slots=True)
+class RuleForm:
+    """What a program computes at once, which is in no bit."""
+
+    rows: int
+    columns: int  # of dv
+    depth: int  # numbers of a key that a product reads
+    warps: int
+
+
+FORMS = RuleForm(1, 128, 32, 8), RuleForm(16, 64, 16, 8), RuleForm(CHUNK, 64, 16, 8)
+
+
+def form_of(longest: int) -> RuleForm:
+    """The form for at most so many new tokens of a sequence."""
+    return next((form for form in FORMS if form.rows >= longest), FORMS[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class KeptStates:
+    """States in front of the chunks of each sequence, without its first, which are zeros."""
+
+    states: torch.Tensor  # FP32 [chunks, H, DK, DV]
+    first: torch.Tensor  # int32 [n], the place of a sequence's second chunk
+
+
+def apply_rule(
+    rows: DeltaRows,
+    shape: DeltaShape,
+    batch: DeltaBatch,
+    held: DeltaSlots | KeptStates,
+    output: torch.Tensor,
+    form: RuleForm | None = None,
+) -> None:
+    """Write o to the rows of ``batch``'s tokens in ``output`` [T, H DV], and what is kept of its
+    sequences: to their slots, or in training their states.
+    """
+    form = form or form_of(batch.longest)
+    count, heads = len(batch.positions), shape.value_heads
+    columns = min(form.columns, padded(shape.value_dim))
+    blocks = triton.cdiv(shape.value_dim, columns)
+    factors = rows.v.new_empty(count * heads * blocks, 2, CHUNK, form.rows)
+    if isinstance(held, DeltaSlots):
+        places = batch.read, batch.written, None
+        kept = held.keys, held.updates, held.decays, held.states
+    else:
+        own = torch.arange(count, dtype=torch.int32, device=output.device)
+        updates = rows.v.new_empty(count, heads, CHUNK, shape.value_dim)
+        places, kept = (None, own, held.first), (None, updates, None, held.states)
+    _rule_kernel[(count, heads, blocks)](
+        rows.q, rows.k, rows.v, rows.decay, rows.beta, batch.positions, batch.counts, batch.tokens,
+        *places, *kept, factors, output, heads, shape.key_heads, shape.key_dim, shape.value_dim,
+        form.rows, columns, min(form.depth, padded(shape.key_dim)),
+        num_warps=form.warps, num_stages=1, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+class PagedDeltaRule:
+    """The delta rule of the rollout; one object serves all layers of a forward."""
+
+    def __init__(
+        self, batch: DeltaBatch, owners: torch.Tensor, parts: Sequence[DeltaBatch]
+    ) -> None:
+        """``parts`` are the sequences of ``batch`` by how many of their rows are computed at once;
+        ``owners`` int32 [T], the sequence of each token.
+        """
+        self._batch, self._owners, self._parts = batch, owners, parts
+
+    @classmethod
+    def of(
+        cls,
+        positions: Sequence[int],
+        counts: Sequence[int],
+        read: Sequence[int],
+        written: Sequence[int],
+        device: torch.device,
+    ) -> "PagedDeltaRule":
+        """A ragged batch, known to the host, whose tokens are end to end; see ``DeltaBatch``."""
+        for one in zip(positions, counts, read, written, strict=True):
+            _check(*one)
+        new = torch.tensor(counts)
+        owners = torch.repeat_interleave(torch.arange(len(counts)), new)
+        columns = [torch.tensor(x) for x in (positions, counts, read, written)]
+        columns.insert(2, new.cumsum(0) - new)
+        sent = to_device(torch.stack(columns).int(), device)
+        batch = DeltaBatch(*sent.unbind(0), int(new.max()))
+        parts, fewest = list[DeltaBatch](), 0
+        for form in FORMS:
+            most = form.rows if form is not FORMS[-1] else batch.longest
+            if bool((chosen := (new > fewest) & (new <= most)).any()):
+                index = to_device(chosen.nonzero()[:, 0], device)
+                parts.append(batch.sequences(index, most))
+            fewest = most
+        return cls(batch, to_device(owners.int(), device), parts)
+
+    @classmethod
+    def decoding(
+        cls, positions: torch.Tensor, read: torch.Tensor, written: torch.Tensor
+    ) -> "PagedDeltaRule":
+        """One new token for each sequence, int32 [n] on the device each; asks nothing of the host,
+        so it can be captured.
+        """
+        places = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
+        batch = DeltaBatch(positions, torch.ones_like(places), places, read, written, 1)
+        return cls(batch, places, [batch])
+
+    def forward(
+        self, slots: DeltaSlots, inputs: DeltaInputs, weights: DeltaWeights
+    ) -> torch.Tensor:
+        """-> o [T, H DV] in the dtype of x."""
+        rows = rows_of(inputs, weights, self._batch, self._owners, slots)
+        output = inputs.x.new_empty(len(inputs.x), weights.shape.values)
+        for part in self._parts:
+            apply_rule(rows, weights.shape, part, slots, output)
+        return output
+
+
+def _check(position: int, count: int, read: int, written: int) -> None:
+    assert count > 0
+    assert (read < 0) == (position == 0), "a sequence goes on from a slot, or begins"
+    assert written >= 0
+    same = (position + count - 1) // CHUNK == max(position - 1, 0) // CHUNK
+    assert read != written or same, "a slot cannot be written with the next chunk in place"

@@ -1,0 +1,116 @@
+"""The gated delta rule compiles for sm_80 in 99 KiB, at the sizes of Qwen3.5 9B, its PTX assembles
+for every card since, and all its products are chains of ``fma`` in FP32.
+"""
+
+import re
+from typing import Any
+
+import pytest
+import triton
+import triton.language as tl
+
+from isobit.kernels.triton import delta_gates, delta_rows, delta_rule, pointwise
+from isobit.kernels.triton.delta_rows import CHUNK
+from isobit.kernels.triton.delta_rule import FORMS, RuleForm
+from tests.kernels.hopper.ahead_of_time import Compiled
+from tests.kernels.triton.assembled import assert_assembles, compile_portable
+
+TYPES = {
+    **dict.fromkeys(("X", "A", "B", "CONVOLUTION", "A_LOG", "DT_BIAS", "INPUTS", "OUT"), "*bf16"),
+    **dict.fromkeys(("OWNER", "POSITION", "COUNT", "TOKEN", "READ", "WRITTEN", "WORK"), "*i32"),
+    **dict.fromkeys(("Q", "K", "V", "DECAY", "BETA", "KEYS", "UPDATES", "DECAYS"), "*fp32"),
+    **dict.fromkeys(("STATES", "FACTORS", "SUMS"), "*fp32"),
+    **dict.fromkeys(("DY", "GATE", "WEIGHT", "DX", "D_GATE"), "*bf16"),
+    **dict.fromkeys(("tokens", "count", "rows_of_block"), "i32"),
+    "STATE": "*i32",
+    "epsilon": "fp32",
+}
+HEADS = {"H": 32, "KH": 16, "DK": 128, "DV": 128}
+OF_SLOTS = "READ", "KEYS", "DECAYS"
+SPILLED = {1: {86: 32, 89: 32}, CHUNK: {80: 72}}
+"""Bytes of a thread by the rows of a program, and by generation."""
+
+
+@triton.jit
+def _product_kernel(
+    a, b, out, rows: tl.constexpr, columns: tl.constexpr, depth: tl.constexpr
+) -> None:
+    m, n = tl.arange(0, rows)[:, None], tl.arange(0, columns)[None, :]
+    k = tl.arange(0, depth)
+    left, right = tl.load(a + m * depth + k[None, :]), tl.load(b + k[:, None] * columns + n)
+    acc = tl.dot(left, right, tl.load(out + m * columns + n), input_precision="ieee")
+    tl.store(out + m * columns + n, acc)
+
+
+@pytest.mark.parametrize(("rows", "warps"), [(1, 1), (16, 4)])
+def test_a_product_is_one_chain_an_element(rows: int, warps: int) -> None:
+    """It begins with what is added to and takes the numbers of K one by one, whatever the number of
+    rows: each operand has one place in all chains.  With one row it is seen that they ascend.
+    """
+    depth, of_thread = 32, rows // warps
+    constants = {"rows": rows, "columns": 32, "depth": depth}
+    types: dict[str, str] = dict.fromkeys(("a", "b", "out"), "*fp32")
+    ptx = compile_portable(_product_kernel, types, constants, warps).ptx
+    place = dict[str, int]()  # of a sum in its chain
+    operands = dict[str, int]()
+    for made, a, b, before in re.findall(r"fma\.rn\.f32\s+(%r\d+), (%\w+), (%\w+), (%\w+);", ptx):
+        place[made] = place.get(before, -1) + 1
+        assert all(operands.setdefault(one, place[made]) == place[made] for one in (a, b))
+    assert list(place.values()).count(depth - 1) == of_thread == len(place) // depth
+    if rows == 1:
+        loads = re.findall(r"ld\.shared\.v4\.b32\s+\{(.*?)\}, \[global_smem\+(\d+)\]", ptx)
+        ascending = [names for names, _ in sorted(loads, key=lambda load: int(load[1]))]
+        assert [operands[one] for one in ", ".join(ascending).split(", ")] == list(range(depth))
+
+
+def rule(form: RuleForm, in_training: bool = False) -> Compiled:
+    constants: dict[str, Any] = HEADS | dict.fromkeys(OF_SLOTS if in_training else ("STATE",))
+    constants |= {"ROWS": form.rows, "BV": form.columns, "BK": form.depth}
+    return compile_portable(
+        delta_rule._rule_kernel, TYPES, constants, form.warps, num_stages=1, most_stack=80
+    )
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("form", "in_training"), [*((form, False) for form in FORMS), (FORMS[-1], True)]
+)
+def test_rule(form: RuleForm, in_training: bool) -> None:
+    """Each product and each step of a chain is one ``fma``, which PTX keeps apart from what is
+    rounded twice; nothing is added by tensor cores, whose sums belong to a generation.
+    """
+    made = rule(form, in_training)
+    assert "mma" not in made.ptx
+    threads = 32 * form.warps
+    of_keys, of_values = (form.rows * size / threads for size in (CHUNK, form.columns))
+    chains = 2 * form.depth * (of_keys + of_values) + 2 * 16 * of_values + 2 * of_values
+    of_state = 16 * form.depth * form.columns / threads
+    assert made.ptx.count("fma.rn.f32") >= chains + of_state
+    assert not re.search(r"\b(?:mul|add|sub|fma)\.f32|\bfma\.rn\.ftz\.f32", made.ptx)
+    assert_assembles(made, SPILLED.get(form.rows))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("in_training", [False, True])
+def test_rows(in_training: bool) -> None:
+    constants: dict[str, Any] = HEADS | {"WIDTH": 4, "LEVELS": 7, "VECTORS": delta_rows.VECTORS}
+    constants |= {"ROOT": 128**-0.5}
+    constants |= dict.fromkeys(("READ", "WRITTEN", "INPUTS")) if in_training else {}
+    made = compile_portable(delta_rows._rows_kernel, TYPES, constants, 4)
+    assert "fma" not in made.ptx
+    assert made.wide_loads and made.wide_stores
+    assert_assembles(made)
+
+
+def test_steps_and_gates() -> None:
+    width, rows, warps = pointwise.layout(128)
+    norm = {"D": 128, "WIDTH": width, "ROWS": rows}
+    for kernel, constants, warps_of_kernel in (
+        (delta_rows._steps_kernel, {"H": 32, "SIZE": delta_rows.STEPS}, 4),
+        (delta_gates._gated_norm_kernel, norm, warps),
+        (delta_gates._gated_norm_backward_kernel, norm, warps),
+        (delta_gates._gated_norm_backward_kernel, norm | {"SUMS": None}, warps),
+        (delta_gates._sigmoid_kernel, {"WIDTH": 1024}, 4),
+        (delta_gates._sigmoid_backward_kernel, {"WIDTH": 1024}, 4),
+    ):
+        assert_assembles(compile_portable(kernel, TYPES, constants, warps_of_kernel))
