@@ -16,7 +16,7 @@ from isobit.kernels.spec import sizes
 from isobit.kernels.spec.paged_attention import SpecKvCache
 from isobit.memory import host as memory
 from isobit.memory.activations import published_bytes
-from isobit.memory.cache_size import num_pages_for
+from isobit.memory.cache_size import cache_size_for
 from isobit.memory.host import MemoryEstimate, estimate_memory
 from isobit.models.config import Lora, ModelConfig
 from isobit.models.decoder import decoder_shape
@@ -49,7 +49,7 @@ def test_published_weights_and_pages_are_exact(shape: ModelConfig, preset: Prese
     assert bytes_planned == storage_bytes(held)
     rollout = RolloutConfig(max_sequences=3)
     estimate = estimate_memory(shape, policy.flow, rollout, TrainingConfig(), 64, sizes)
-    cache = PolicyRunner(policy, num_pages_for(shape, policy.flow, rollout, sizes))._cache
+    cache = PolicyRunner(policy, cache_size_for(shape, policy.flow, rollout, sizes))._cache
     assert isinstance(cache, SpecKvCache)
     assert estimate.size("KV pages") == storage_bytes(
         tensor for layer in cache.layers.values() for tensor in (layer.values, layer.scales)
