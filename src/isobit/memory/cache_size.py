@@ -377,7 +377,9 @@ def _check_host(cache_bytes: int, config: RolloutConfig) -> None:
 def cache_size_for(
     shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig, sizes: Sizes
 ) -> CacheSize:
-    """In main memory, or as configured. Raises ConfigError as ``choose_cache_size`` does."""
+    """The size in main memory, or as configured. Raises ConfigError as ``choose_cache_size``
+    does.
+    """
     if config.kv_pages is not None:
         return with_carries(shape, flow, config, sizes, config.kv_pages)
     memory = int((config.kv_memory_gib or _HOST_GIB) * _GIB)

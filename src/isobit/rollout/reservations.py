@@ -98,8 +98,8 @@ class Reservations:
         return self._allocator.carries.holders(sequence.carry) > 1
 
     def with_carry(self, sequence: CachedTokens, count: int) -> int:
-        """Of its next ``count`` tokens those that have a carry to be written to: where another
-        chunk needs one it gets one that is free, and else they end with its chunk.
+        """How many of its next ``count`` tokens have a carry to be written to: where a further
+        chunk needs one it gets one that is free, and else they end with the chunk that it has.
         """
         within = (sequence.carry_chunk + 1) * DELTA_CHUNK - sequence.cached
         if count <= within or sequence.next_carry >= 0:

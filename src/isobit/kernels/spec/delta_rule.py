@@ -531,8 +531,8 @@ def _begun(chunks: Chunks, begins: torch.Tensor, follows: torch.Tensor) -> Chunk
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Where a forward reads inputs of the convolution, and which it leaves in carries; rows of
-    ``inputs`` of all carries laid end to end.
+    """Places of the inputs that a forward's convolution reads, and of those that it leaves in
+    carries; rows are those of ``inputs`` of all carries laid end to end.
     """
 
     own: torch.Tensor  # int64 [width, T]: the last tokens of each, its own at the end, if new
@@ -549,7 +549,7 @@ class _Inputs:
         lengths: torch.Tensor,
         width: int,
     ) -> "_Inputs":
-        """Of B sequences, int64 [B] each."""
+        """The places of B sequences, int64 [B] each."""
         owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
         firsts, begin = (lengths - counts)[owner], (counts.cumsum(0) - counts)[owner]
         read, written = reads[owner], writes[owner]
