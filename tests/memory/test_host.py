@@ -27,7 +27,7 @@ from isobit.precision.flow import build_flow
 from isobit.rollout.runner import PolicyRunner
 from isobit.training.trainer import Trainer
 from tests.memory.meta_memory import LiveBytes
-from tests.models.policies import published_tensors, storage_bytes, whole_batch
+from tests.models.policies import delta_nets, published_tensors, storage_bytes, whole_batch
 
 QWEN3 = ModelConfig("qwen3", 256, 128, 384, 2, 4, 2, 32, 256, 1e-6, 1e4, True)
 QWEN2 = replace(
@@ -54,6 +54,23 @@ def test_published_weights_and_pages_are_exact(shape: ModelConfig, preset: Prese
     assert estimate.size("KV pages") == storage_bytes(
         tensor for layer in cache.layers.values() for tensor in (layer.values, layer.scales)
     )
+
+
+@pytest.mark.parametrize("preset", ["bf16", "int8"])
+def test_states_of_delta_nets_and_pages_of_the_other_layers_are_exact(preset: Preset) -> None:
+    shape = replace(QWEN3, family="qwen3_5_text", num_layers=3, **delta_nets("qwen3_5_text", 3))
+    policy = random_policy(shape, PrecisionConfig(preset=preset), seed=0)
+    rollout = RolloutConfig(max_sequences=3)
+    parts = estimate_memory(shape, policy.flow, rollout, TrainingConfig(), 64, sizes)
+    cache = PolicyRunner(policy, cache_size_for(shape, policy.flow, rollout, sizes))._cache
+    assert isinstance(cache, SpecKvCache)
+    pages = storage_bytes(
+        x for layer in cache.layers.values() for x in (layer.values, layer.scales)
+    )
+    carried = sum(x.nbytes for carries in cache.delta.values() for x in carries.tensors)
+    assert len(cache.layers) == 1 and cache.delta[0].states.shape[0] == 5
+    assert parts.size("states of delta nets") == carried > 0
+    assert parts.size("KV pages") == pages
 
 
 @pytest.mark.parametrize("shape", [QWEN3, ADAPTED], ids=["all weights", "adapters"])

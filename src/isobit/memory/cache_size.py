@@ -320,16 +320,24 @@ _BESIDE = 8  # so many running sequences have one more carry beside theirs
 def with_carries(
     shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig, sizes: Sizes, pages: int
 ) -> CacheSize:
-    """A cache of so many pages: with a carry for each of ``max_sequences``, and some beside for
-    those that go on to a further chunk, prompts that are held and what is parked; fewer where they
-    would take more than ``CARRIED`` times the memory of the pages.
+    """A cache of so many pages, with carries for ``max_sequences``, or for fewer where these would
+    take more than ``CARRIED`` times the memory of the pages; but for as many of the longest
+    sequences as the pages hold in any case.
     """
     carry = sizes.carry_bytes(shape, flow)
     if not carry:
         return CacheSize(pages)
-    wanted = config.max_sequences + config.max_sequences // _BESIDE + LEAST_CARRIES
+    longest = pages // pages_for(shape.max_positions, sizes.page_tokens)
     most = CARRIED * pages * sizes.page_bytes(shape, flow) // carry
-    return CacheSize(pages, min(wanted, max(LEAST_CARRIES, most)))
+    wanted = _carries_for(config.max_sequences)
+    return CacheSize(pages, min(wanted, max(_carries_for(longest), most)))
+
+
+def _carries_for(sequences: int) -> int:
+    """One for each that runs, and some beside for those that go on to a further chunk, prompts that
+    are held and what is parked.
+    """
+    return sequences + sequences // _BESIDE + LEAST_CARRIES
 
 
 def choose_cache_size(policy: SampledPolicy, config: RolloutConfig) -> CacheSize:

@@ -21,6 +21,13 @@ have ended.  Then the one that came last gives way: a prompt that is held for wa
 the sample that was the last to start, which goes back to the front of the line, keeps its tokens,
 and later computes K and V again.
 
+Of a model with delta rules a sequence needs a carry beside its pages, for what its open chunk has
+come to (``isobit.kernels.spec.delta_rule``), and a second one to go on to the next chunk.  A prompt
+that takes several forwards gets both with its pages.  A running sample that finds none takes one
+that others have for guesses alone; or waits for a step in which one before it goes on, and so gives
+its old one back; or makes room as for a page.  A sample that is alone takes two, and so many there
+are.
+
 Nothing waits for ever.  The first running sample can take the pages of everyone else, and its
 request was accepted because it fits alone; so it advances in every step, or after ``patience``,
 until it ends, and the next one is first.  With nothing running, the first in line either has its
