@@ -16,7 +16,7 @@ from isobit.kernels.spec import sizes
 from isobit.kernels.spec.paged_attention import SpecKvCache
 from isobit.memory import host as memory
 from isobit.memory.activations import published_bytes
-from isobit.memory.cache_size import num_pages_for
+from isobit.memory.cache_size import cache_size_for
 from isobit.memory.host import MemoryEstimate, estimate_memory
 from isobit.models.config import Experts, Lora, ModelConfig
 from isobit.models.decoder import decoder_shape
@@ -49,11 +49,28 @@ def test_published_weights_and_pages_are_exact(shape: ModelConfig, preset: Prese
     assert bytes_planned == storage_bytes(held)
     rollout = RolloutConfig(max_sequences=3)
     estimate = estimate_memory(shape, policy.flow, rollout, TrainingConfig(), 64, sizes)
-    cache = PolicyRunner(policy, num_pages_for(shape, policy.flow, rollout, sizes))._cache
+    cache = PolicyRunner(policy, cache_size_for(shape, policy.flow, rollout, sizes))._cache
     assert isinstance(cache, SpecKvCache)
     assert estimate.size("KV pages") == storage_bytes(
         tensor for layer in cache.layers.values() for tensor in (layer.values, layer.scales)
     )
+
+
+@pytest.mark.parametrize("preset", ["bf16", "int8"])
+def test_states_of_delta_nets_and_pages_of_the_other_layers_are_exact(preset: Preset) -> None:
+    shape = replace(QWEN3, family="qwen3_5_text", num_layers=3, **delta_nets("qwen3_5_text", 3))
+    policy = random_policy(shape, PrecisionConfig(preset=preset), seed=0)
+    rollout = RolloutConfig(max_sequences=3)
+    parts = estimate_memory(shape, policy.flow, rollout, TrainingConfig(), 64, sizes)
+    cache = PolicyRunner(policy, cache_size_for(shape, policy.flow, rollout, sizes))._cache
+    assert isinstance(cache, SpecKvCache)
+    pages = storage_bytes(
+        x for layer in cache.layers.values() for x in (layer.values, layer.scales)
+    )
+    carried = sum(x.nbytes for carries in cache.delta.values() for x in carries.tensors)
+    assert len(cache.layers) == 1 and cache.delta[0].states.shape[0] == 5
+    assert parts.size("states of delta nets") == carried > 0
+    assert parts.size("KV pages") == pages
 
 
 @pytest.mark.parametrize("shape", [QWEN3, ADAPTED], ids=["all weights", "adapters"])

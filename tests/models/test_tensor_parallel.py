@@ -9,6 +9,7 @@ import torch
 
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.operands import LinearInput, PagedBatch
+from isobit.memory.cache_size import CacheSize
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.function import SampledPolicy
 from isobit.models.layers import Linear
@@ -58,7 +59,7 @@ def share(config: ModelConfig, preset: Preset, world: World) -> PolicyShare:
 def forward(policy: SampledPolicy) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states and logits of two prompts, the second in a page of its own."""
     counts = (70, 13)
-    cache, device = empty_cache(policy, 3), policy.backend
+    cache, device = empty_cache(policy, CacheSize(3)), policy.backend
     assert cache.page_tokens == 64
     token_ids = torch.arange(83) * 37 % policy.config.vocab_size
     positions = torch.cat([torch.arange(n) for n in counts])

@@ -14,7 +14,7 @@ import torch
 from isobit.kernels.operands import PagedBatch
 from isobit.kernels.spec.head import draw_tokens
 from isobit.rollout.draws import Ready, distinct_rows, draws_of
-from isobit.rollout.runner import DrawnToken, ForwardBatch, ModelRunner, build_batch
+from isobit.rollout.runner import DrawnToken, ForwardBatch, ModelRunner, build_batch, carries_of
 from isobit.rollout.scheduler import Plan
 from isobit.rollout.sequence import Sample, States
 
@@ -65,7 +65,8 @@ class DelayedRunner:
         for row, held in zip(table, pages, strict=True):
             row[: len(held)] = torch.tensor(held)
         lengths = tuple(one.cached + count for one, count in zip(samples, counts, strict=True))
-        paged = PagedBatch(counts, lengths, table, torch.tensor(slots))
+        carries = carries_of(list(zip(samples, counts, strict=True)))
+        paged = PagedBatch(counts, lengths, table, torch.tensor(slots), carries)
         tokens = [token for one in samples for token in (self.slots[one][0], *one.draft)]
         states = self.model.forward(
             ForwardBatch(torch.tensor(tokens), torch.tensor(positions), paged, samples[0].adapter)
@@ -106,6 +107,9 @@ class DelayedRunner:
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         self.model.copy_pages(sources, targets)
+
+    def copy_carries(self, sources: list[int], targets: list[int]) -> None:
+        self.model.copy_carries(sources, targets)
 
     def clear_pages(self, pages: list[int]) -> None:
         self.model.clear_pages(pages)

@@ -5,20 +5,24 @@ tokens: comparing the engine over this model with a plain loop over token lists 
 between the two.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from isobit.config.rollout import RolloutConfig
 from isobit.kernels.backend import backend_of
 from isobit.kernels.noise import sample_key, splitmix64_of
-from isobit.kernels.operands import DeltaShape, Drawn, Draws
+from isobit.kernels.operands import DELTA_CHUNK, DeltaShape, Drawn, Draws
 from isobit.kernels.spec.head import draw, draw_tokens, log_softmax, truncate
+from isobit.memory.cache_size import CacheSize, choose_cache_size
 from isobit.models.tensor_parallel import WHOLE
 from isobit.records.text import Prompt, SamplingParams
+from isobit.rollout import native
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Request
 from isobit.rollout.runner import ForwardBatch, ModelRunner
@@ -55,10 +59,11 @@ def logits_of(hashes: torch.Tensor, version: int) -> torch.Tensor:
 @dataclass
 class HistoryModel:
     """A ModelRunner over a page-structured store of token ids; version counts up as often as a test
-    says.
+    says.  With carries it reads the history of each from these, and refuses one that is not that of
+    the pages.
     """
 
-    num_pages: int
+    size: CacheSize
     page_tokens: int = 64
     version: int = 0
     batches: list[ForwardBatch] = field(default_factory=list)
@@ -68,7 +73,9 @@ class HistoryModel:
     poisoned: int | None = None  # a prompt token after which logits are NaN
 
     def __post_init__(self) -> None:
-        self.store = torch.full((self.num_pages, self.page_tokens), -1, dtype=torch.int64)
+        self.store = torch.full((self.size.pages, self.page_tokens), -1, dtype=torch.int64)
+        self.carried: dict[int, tuple[int, list[int]]] = {}
+        """Of each carry its chunk, and entries of the store up to the last row of it that came."""
 
     def forward(self, batch: ForwardBatch) -> States:
         self.batches.append(batch)
@@ -79,10 +86,16 @@ class HistoryModel:
         self.store.view(-1)[paged.slots] = batch.token_ids * 1000 + self.version % 1000
         hashes: list[int] = []
         end = 0
-        for count, length, table in zip(
-            paged.counts, paged.lengths, paged.block_table, strict=True
+        if paged.carries is not None:
+            _check_exclusive(paged.carries.t().tolist(), paged.counts, paged.lengths)
+        assert (paged.carries is None) == (self.size.carries == 0)
+        for place, (count, length, table) in enumerate(
+            zip(paged.counts, paged.lengths, paged.block_table, strict=True)
         ):
             entries = self.store[table].view(-1)[:length]
+            if paged.carries is not None:
+                read, written = paged.carries[:, place].tolist()
+                self._carry(read, written, entries.tolist(), count)
             assert bool((entries % 1000 == self.version % 1000).all()), (
                 "a token was cached under other weights"
             )
@@ -94,6 +107,24 @@ class HistoryModel:
             )
             hashes += history_hashes(history, length - count)
         return States(torch.tensor(hashes).unsqueeze(1))
+
+    def _carry(self, read: int, written: int, entries: list[int], count: int) -> None:
+        """Put ``count`` new rows behind what is carried."""
+        first = len(entries) - count
+        last_chunk = (len(entries) - 1) // DELTA_CHUNK
+        if read < 0:
+            assert first == 0, "a sequence goes on without what it carries"
+        else:
+            chunk, held = self.carried[read]
+            if read == written:
+                assert chunk == first // DELTA_CHUNK == last_chunk
+            else:
+                assert chunk == (first - 1) // DELTA_CHUNK < last_chunk
+            assert held[:first] == entries[:first], "the carry is another's"
+            if first < (chunk + 1) * DELTA_CHUNK:
+                self.carried[read] = chunk, entries[: (chunk + 1) * DELTA_CHUNK]
+        if read != written:
+            self.carried[written] = last_chunk, entries
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.logit_rows.append(hidden.shape[0])
@@ -111,12 +142,29 @@ class HistoryModel:
         )
         self.store[list(targets)] = self.store[list(sources)]
 
+    def copy_carries(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        assert len({*sources, *targets}) == len(set(sources)) + len(targets)
+        self.carried |= {
+            target: self.carried[source] for source, target in zip(sources, targets, strict=True)
+        }
+
     def clear_pages(self, pages: Sequence[int]) -> None:
         self.store[list(pages)] = -1
         self.pages_cleared += pages
 
     def clear(self) -> None:
         self.cleared += 1
+
+
+def _check_exclusive(
+    carries: Sequence[tuple[int, int]], counts: Sequence[int], lengths: Sequence[int]
+) -> None:
+    """What one sequence of a forward writes no other one reads or writes."""
+    for place, (read, written) in enumerate(carries):
+        others = {one for pair in (*carries[:place], *carries[place + 1 :]) for one in pair}
+        assert written >= 0 and written not in others, "a carry is written that others use"
+        if (lengths[place] - counts[place]) % DELTA_CHUNK:
+            assert read not in others, "rows are put into a carry that others use"
 
 
 @dataclass(frozen=True)
@@ -147,6 +195,7 @@ def make_engine(
     tokenizer: Any = None,
     page_tokens: int = 64,
     wrap: Callable[[ModelRunner], Any] | None = None,
+    carries: int = 0,
     **sizes: Any,
 ) -> tuple[NativeEngine, HistoryModel]:
     """An engine over a HistoryModel, or over what ``wrap`` puts around it; ``sizes`` go into its
@@ -154,15 +203,29 @@ def make_engine(
     """
     models: list[HistoryModel] = []
 
-    def make(_: Any, num_pages: int) -> Any:
-        models.append(HistoryModel(num_pages, page_tokens))
+    def make(_: Any, size: CacheSize) -> Any:
+        models.append(HistoryModel(size, page_tokens))
         return wrap(models[0]) if wrap else models[0]
 
     config = RolloutConfig.model_validate(
         {"kv_pages": 40, "max_sequences": 8, "max_batched_tokens": 100} | sizes
     )
     policy: Any = FakePolicy()
-    return NativeEngine(policy, config, tokenizer, seed, make), models[0]
+    with having_carries(carries):
+        return NativeEngine(policy, config, tokenizer, seed, make), models[0]
+
+
+@contextmanager
+def having_carries(carries: int | None) -> Iterator[None]:
+    """Engines that are made meanwhile have so many carries, or by default as their plan says."""
+
+    def chosen(policy: Any, config: RolloutConfig) -> CacheSize:
+        size = choose_cache_size(policy, config)
+        return size if carries is None else replace(size, carries=carries)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "choose_cache_size", chosen)
+        yield
 
 
 def request(index: int, length: int, samples: int = 1, **sampling: Any) -> Request:

@@ -19,7 +19,7 @@ from isobit.config.recipes import RunConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.rules import check_engine
 from isobit.kernels.sizes import Sizes
-from isobit.memory.cache_size import SPECULATED_ROWS, forward_bytes
+from isobit.memory.cache_size import SPECULATED_ROWS, CacheSize, forward_bytes
 from isobit.models.function import SampledPolicy
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, Prompt, SamplingParams
@@ -255,8 +255,8 @@ def test_recorded_log_probabilities_are_those_of_the_training_forward() -> None:
     assert torch.equal(recorded_log_probs(groups), trainer_log_probs(policy, wanted, groups))
 
 
-def delayed(policy: SampledPolicy, num_pages: int) -> DelayedRunner:
-    return DelayedRunner(PolicyRunner(policy, num_pages))
+def delayed(policy: SampledPolicy, size: CacheSize) -> DelayedRunner:
+    return DelayedRunner(PolicyRunner(policy, size))
 
 
 class OtherRows(PolicyRunner):

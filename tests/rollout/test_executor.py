@@ -289,7 +289,7 @@ def generate_both(
         config,
         None,
         0,
-        lambda policy, num_pages: DelayedRunner(PolicyRunner(policy, num_pages)),
+        lambda policy, size: DelayedRunner(PolicyRunner(policy, size)),
     )
     return (
         generate(NativeEngine(policy, config, None, seed=0), wanted),

@@ -15,6 +15,7 @@ from isobit.config.precision import Preset
 from isobit.config.rollout import RolloutConfig
 from isobit.kernels.backend import Captured, backend_of
 from isobit.kernels.spec.backend import SpecBackend
+from isobit.memory.cache_size import CacheSize
 from isobit.models.function import SampledPolicy
 from isobit.models.policy import Policy
 from isobit.records.text import Completion
@@ -60,8 +61,8 @@ def make_engine(policy: Policy, **sizes: Any) -> tuple[NativeEngine, list[GraphR
     config = RolloutConfig.model_validate({"kv_pages": 40} | sizes)
     runners: list[GraphRunner] = []
 
-    def make_runner(policy: SampledPolicy, num_pages: int) -> GraphRunner:
-        runners.append(GraphRunner(policy, num_pages, config.max_sequences))
+    def make_runner(policy: SampledPolicy, size: CacheSize) -> GraphRunner:
+        runners.append(GraphRunner(policy, size, config.max_sequences))
         return runners[-1]
 
     return NativeEngine(policy, config, None, 0, make_runner), runners

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
+from isobit.memory.cache_size import CacheSize
 from isobit.models.config import Experts
 from isobit.models.policy import Policy, random_policy
 from isobit.records.sequence import TokenSequence
@@ -125,8 +126,8 @@ def test_a_policys_samples_move_with_log_probabilities_versions_and_routings(
 ) -> None:
     policy, wanted = make_policy(), requests()
 
-    def make(policy: Any, num_pages: int) -> Any:
-        runner = PolicyRunner(policy, num_pages)
+    def make(policy: Any, size: CacheSize) -> Any:
+        runner = PolicyRunner(policy, size)
         return DelayedRunner(runner) if pipelined else runner
 
     engines = [NativeEngine(policy, RolloutConfig(**one), None, 0, make) for one in SIZES]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobit.config.rollout import RolloutConfig
-from isobit.memory.cache_size import pages_for
+from isobit.memory.cache_size import CacheSize, pages_for
 from isobit.records.text import Completion
 from isobit.rollout.engine import generate
 from isobit.rollout.engine_stats import Progress
@@ -327,9 +327,9 @@ def test_what_was_released_is_made_again_with_the_same_pages_and_draws_the_same(
 ) -> None:
     made: list[tuple[int, weakref.ref[Any]]] = []
 
-    def make(_: Any, num_pages: int) -> Any:
-        runner = DelayedRunner(HistoryModel(num_pages)) if pipelined else HistoryModel(num_pages)
-        made.append((num_pages, weakref.ref(runner)))
+    def make(_: Any, size: CacheSize) -> Any:
+        runner = DelayedRunner(HistoryModel(size)) if pipelined else HistoryModel(size)
+        made.append((size.pages, weakref.ref(runner)))
         return runner
 
     policy: Any = FakePolicy()

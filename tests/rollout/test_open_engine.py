@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobit.config.rollout import RolloutConfig
+from isobit.memory.cache_size import CacheSize
 from isobit.records.text import Completion
 from isobit.rollout import scheduler
 from isobit.rollout.engine import SampleEvent, generate
@@ -103,8 +104,8 @@ def test_a_policys_samples_are_those_of_a_closed_batch(pipelined: bool) -> None:
     """The same with real arithmetic, few pages and prompts in pieces."""
     policy, wanted = policy_of("fp8"), requests()
 
-    def make(policy: Any, num_pages: int) -> Any:
-        runner = PolicyRunner(policy, num_pages)
+    def make(policy: Any, size: CacheSize) -> Any:
+        runner = PolicyRunner(policy, size)
         return DelayedRunner(runner) if pipelined else runner
 
     config = RolloutConfig(**TIGHT)
@@ -540,8 +541,8 @@ def test_what_ends_while_weights_are_taken_or_memory_is_released_is_told_by_the_
 def test_released_in_mid_run_the_samples_draw_what_they_would_have_drawn(pipelined: bool) -> None:
     made: list[Any] = []
 
-    def make(_: Any, num_pages: int) -> Any:
-        made.append(HistoryModel(num_pages))
+    def make(_: Any, size: CacheSize) -> Any:
+        made.append(HistoryModel(size))
         return DelayedRunner(made[-1]) if pipelined else made[-1]
 
     engine = open_engine(False)[0]

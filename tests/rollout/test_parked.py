@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
-from isobit.memory.cache_size import Parked
+from isobit.memory.cache_size import CacheSize, Parked
 from isobit.models.kv_calibration import calibrate_kv_scales
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion
@@ -252,8 +252,8 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 def test_a_policys_turns_have_the_same_bits(pipelined: bool, name: str) -> None:
     policy = POLICIES[name]()
 
-    def make(policy: Any, num_pages: int) -> Any:
-        runner = PolicyRunner(policy, num_pages)
+    def make(policy: Any, size: CacheSize) -> Any:
+        runner = PolicyRunner(policy, size)
         return DelayedRunner(runner) if pipelined else runner
 
     made = dict[str, tuple[dict[Handle, Completion], EngineStats]]()

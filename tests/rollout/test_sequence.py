@@ -25,11 +25,13 @@ from tests.suites import examples
 class AllocatorUse(RuleBasedStateMachine):
     """Holders allocate, share and release at random; a dictionary counts along."""
 
-    @initialize(num_pages=st.integers(1, 12))
-    def make(self, num_pages: int) -> None:
-        self.allocator = PageAllocator(num_pages, 64)
+    @initialize(num_pages=st.integers(1, 12), num_carries=st.integers(0, 4))
+    def make(self, num_pages: int, num_carries: int) -> None:
+        self.allocator = PageAllocator(num_pages, 64, num_carries)
         self.expected = dict.fromkeys(range(num_pages), 0)
+        self.carried = dict.fromkeys(range(num_carries), 0)
         self.parked: dict[int, list[int]] = {}
+        self.parked_carries: dict[int, int] = {}
         self.names = 0
 
     def held(self) -> list[int]:
@@ -42,20 +44,44 @@ class AllocatorUse(RuleBasedStateMachine):
         page = self.allocator.allocate()
         assert self.expected[page] == 0
         self.expected[page] = 1
+        self.drop_gone(unused)
+        assert not any(page in pages for pages in self.parked.values())
+
+    @precondition(lambda self: self.allocator.carries.num_free > 0)
+    @rule()
+    def allocate_carry(self) -> None:
+        unused = self.allocator.carries.num_unused
+        carry = self.allocator.allocate_carry()
+        assert self.carried[carry] == 0
+        self.carried[carry] = 1
+        self.drop_gone(unused)
+        assert carry not in self.parked_carries.values()
+
+    def drop_gone(self, unused: int) -> None:
         gone = [name for name in self.parked if self.allocator.parked(name) is None]
         assert gone == list(self.parked)[: len(gone)], "those that were parked first"
         assert bool(gone) <= (unused == 0)
-        assert not any(page in self.parked[name] for name in self.parked if name not in gone)
         for name in gone:
-            del self.parked[name]
+            del self.parked[name], self.parked_carries[name]
+
+    @precondition(lambda self: any(self.carried.values()))
+    @rule(data=st.data(), shares=st.booleans())
+    def share_or_release_carry(self, data: st.DataObject, shares: bool) -> None:
+        held = [carry for carry, holders in self.carried.items() if holders]
+        carry = data.draw(st.sampled_from(held))
+        pool = self.allocator.carries
+        (pool.share if shares else pool.release)(carry)
+        self.carried[carry] += 1 if shares else -1
 
     @precondition(lambda self: bool(self.held()))
     @rule(data=st.data())
     def park(self, data: st.DataObject) -> None:
         pages = data.draw(st.lists(st.sampled_from(self.held()), min_size=1, unique=True))
+        held = [carry for carry, holders in self.carried.items() if holders]
+        carry = data.draw(st.sampled_from([-1, *held]))
         self.names += 1
-        self.allocator.park(self.names, [0] * 64 * len(pages), pages)
-        self.parked[self.names] = pages
+        self.allocator.park(self.names, [0] * 64 * len(pages), pages, None, carry, 5)
+        self.parked[self.names], self.parked_carries[self.names] = pages, carry
 
     @precondition(lambda self: bool(self.parked))
     @rule(data=st.data())
@@ -65,7 +91,12 @@ class AllocatorUse(RuleBasedStateMachine):
         assert parked is not None
         idle = sum(self.expected[page] == 0 for page in self.parked[name])
         assert self.allocator.num_idle(parked) == idle
-        assert self.allocator.take_parked(name).pages == self.parked[name]
+        carry = self.parked_carries.pop(name)
+        assert self.allocator.is_carry_idle(parked) == (carry >= 0 and not self.carried[carry])
+        taken = self.allocator.take_parked(name)
+        assert (taken.pages, taken.carry, taken.carry_chunk) == (self.parked[name], carry, 5)
+        if carry >= 0:
+            self.carried[carry] += 1
         for page in self.parked.pop(name):
             self.expected[page] += 1
 
@@ -73,10 +104,10 @@ class AllocatorUse(RuleBasedStateMachine):
     @rule(data=st.data())
     def keep_or_drop_parked(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.parked)))
-        pages = self.parked.pop(name)
+        pages, carry = self.parked.pop(name), self.parked_carries.pop(name)
         if data.draw(st.booleans()):
             self.allocator.keep_parked(name)
-            self.parked[name] = pages
+            self.parked[name], self.parked_carries[name] = pages, carry
         else:
             self.allocator.drop_parked([name, "nobody"])
 
@@ -101,6 +132,11 @@ class AllocatorUse(RuleBasedStateMachine):
         kept = {page for pages in self.parked.values() for page in pages} - set(self.held())
         assert self.allocator.num_free == free
         assert self.allocator.num_unused == free - len(kept)
+        pool = self.allocator.carries
+        assert {carry: pool.holders(carry) for carry in self.carried} == self.carried
+        free = {carry for carry, holders in self.carried.items() if not holders}
+        assert pool.num_free == len(free)
+        assert pool.num_unused == len(free - set(self.parked_carries.values()))
 
 
 AllocatorUse.TestCase.settings = settings(max_examples=examples(50), deadline=None)

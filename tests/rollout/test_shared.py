@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from isobit.config.rollout import RolloutConfig
+from isobit.memory.cache_size import CacheSize
 from isobit.parallel.world import Alone, World
 from isobit.records.text import Completion
 from isobit.records.wire import completions_of, completions_value
@@ -148,8 +149,8 @@ def test_ranks_draw_what_one_engine_draws_and_move_samples_from_a_slow_one(size:
 def draw_by_a_policy(world: World, _: Any) -> dict[str, Any]:
     """A mixture of experts, engines of both kinds."""
 
-    def make(policy: Any, num_pages: int) -> Any:
-        runner = PolicyRunner(policy, num_pages)
+    def make(policy: Any, size: CacheSize) -> Any:
+        runner = PolicyRunner(policy, size)
         return DelayedRunner(runner) if world.rank else runner
 
     engine = NativeEngine(mixture(), RolloutConfig(**SIZES[world.rank]), None, 0, make)

@@ -20,7 +20,7 @@ from isobit.config.reward import RewardConfig
 from isobit.config.training import TrainingConfig
 from isobit.kernels.backend import back_end_of
 from isobit.kernels.sizes import Sizes
-from isobit.memory.cache_size import num_pages_for
+from isobit.memory.cache_size import CARRIES, PAGES, cache_size_for
 from isobit.memory.cards import Card, card_here, support_for
 from isobit.memory.device import DevicePlan
 from isobit.memory.host import MemoryEstimate, estimate_memory, microbatch_tokens
@@ -158,7 +158,7 @@ def plan_training(
     else:
         memory = _plan_main_memory(plan, flow, back_end.sizes, processes)
         cached = with_heads_of_a_rank(model, cluster.rollout_tp)
-        pages = num_pages_for(cached, flow, config.rollout, back_end.sizes)
+        pages = cache_size_for(cached, flow, config.rollout, back_end.sizes).pages
         pages = pages if plan.samples_here else _AT_SERVERS
     limits = EngineLimits(
         model.max_positions, model.vocab_size, pages, back_end.sizes.page_tokens, True
@@ -337,7 +337,7 @@ def _plan_main_memory(
     )
     if plan.samples_here:
         return estimate
-    items = tuple(item for item in estimate.items if item.name != "KV pages")
+    items = tuple(item for item in estimate.items if item.name not in (PAGES, CARRIES))
     return replace(estimate, items=items)
 
 

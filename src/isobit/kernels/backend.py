@@ -284,7 +284,9 @@ class Backend(Protocol):
 
     # Rollout
 
-    def kv_cache(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> KvCache: ...
+    def kv_cache(
+        self, shape: KvShape, flow: PrecisionFlow, num_pages: int, num_carries: int
+    ) -> KvCache: ...
 
     def paged_attention(self, cache: KvCache, batch: PagedBatch, positions: torch.Tensor) -> Attend:
         """Attention of a ragged batch, which writes new K and V first; positions int64 [T]."""

@@ -259,6 +259,10 @@ class QkvGradients:
     bias: torch.Tensor | None
 
 
+DELTA_CHUNK = 64
+"""Tokens of a chunk of a gated delta rule, and of what a sequence carries of one."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
     """The heads of a gated delta rule: those of queries and keys, each read by as many value heads,
@@ -326,6 +330,11 @@ class PagedBatch:
     block_table: torch.Tensor  # int64 [B, most pages]; any page beyond a sequence's own
     slots: torch.Tensor
     """int64 [T], where each new token's K and V go: page * tokens of a page + offset."""
+    carries: torch.Tensor | None = None
+    """int64 [2, B], for delta rules: the carry that each sequence reads, that of the chunk of its
+    last token in the cache, or -1 where it begins; and the one that it writes, that of the chunk of
+    its last new token, which nobody else reads. Where they are one, all new rows are of its chunk.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,7 +425,9 @@ def kv_formats(shape: KvShape, flow: PrecisionFlow) -> dict[int, Format]:
 
 
 class KvCache(Protocol):
-    """Pages of K and V for all layers, which the scheduler assigns to sequences."""
+    """Pages of K and V for all layers that have attention, and carries for those with a delta rule,
+    which the scheduler assigns to sequences.
+    """
 
     @property
     def num_pages(self) -> int: ...
@@ -428,6 +439,10 @@ class KvCache(Protocol):
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy ``sources[i]`` to ``targets[i]`` in all layers; targets differ, none is a source."""
+        ...
+
+    def copy_carries(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """The same of carries."""
         ...
 
     def clear_pages(self, pages: Sequence[int]) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from isobit.kernels.operands import DeltaShape, KvShape
+from isobit.kernels.operands import DELTA_CHUNK, DeltaShape, KvShape
 from isobit.precision.flow import LinearShape, PrecisionFlow, Site
-from isobit.precision.quant_tensor import Format
+from isobit.precision.quant_tensor import DTYPES, Format
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,13 @@ class Sizes(Protocol):
     logits_at_once: int  # of each of two models, where all their log-probabilities are compared
 
     def page_bytes(self, shape: KvShape, flow: PrecisionFlow) -> int:
-        """A page over all layers, with scales.  Raises ConfigError for an unsupported format."""
+        """A page over all layers that have attention, with scales.  Raises ConfigError for an
+        unsupported format.
+        """
+        ...
+
+    def carry_bytes(self, shape: KvShape, flow: PrecisionFlow) -> int:
+        """What a sequence carries over all layers with a delta rule; 0 without any."""
         ...
 
     def matrix(self, site: Site, columns: int) -> int:
@@ -124,3 +130,16 @@ class Sizes(Protocol):
     def workspaces(self, shape: WorkShape) -> Mapping[str, int]:
         """Temporary memory beside what layers allocate, by name; one at a time."""
         ...
+
+
+def delta_carry_bytes(shape: KvShape, flow: PrecisionFlow) -> int:
+    """``Sizes.carry_bytes`` where a carry is a chunk of each delta rule: its inputs and the last
+    ones in front of it, and in FP32 keys, updates, decays and the state in front of it.
+    """
+    rule = shape.delta
+    if rule is None:
+        return 0
+    activation = DTYPES[flow.rollout.activations].itemsize
+    head = DELTA_CHUNK * (rule.key_dim + rule.value_dim + 1) + rule.key_dim * rule.value_dim
+    inputs = (DELTA_CHUNK + rule.width - 1) * rule.channels
+    return len(shape.delta_layers) * (activation * inputs + 4 * rule.value_heads * head)

@@ -1,5 +1,5 @@
 """How many pages the KV cache gets: what the configuration says, or what its memory holds and its
-sequences can need.
+sequences can need; and how many carries, of a model with delta rules.
 
 On a CPU the default is 2 GiB. On a GPU it is what is free when the engine starts, with the weights
 loaded, less what a forward and the loss of a packed batch take. A run that trains on the GPU sets
@@ -16,8 +16,13 @@ run ever needed is never touched.
 Pages may be parked: nobody holds them, so that they count as free, but what is in them may be asked
 for again. They are handed out when no others are left, those that were parked first before the
 others.
+
+Of a model with delta rules a sequence also holds a carry (``isobit.kernels.spec.delta_rule``), and
+a second one while it goes on to a further chunk. Samples share that of their prompt until they
+write it, and it is parked with the pages.
 """
 
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +42,7 @@ from isobit.util.terminal import gib
 
 _GIB = 1 << 30
 _HOST_GIB = 2.0
+PAGES, CARRIES = "KV pages", "states of delta nets"
 LEAST_RESERVE, RESERVE = 2 * _GIB, 4 * _GIB
 
 
@@ -54,6 +60,23 @@ weights, so that a further row of few costs little (``isobit.rollout.drafts`` ha
 """
 
 
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """What a cache has of each kind; no carries for a model without delta rules."""
+
+    pages: int
+    carries: int = 0
+
+    def parts(self, shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> dict[str, int]:
+        """Bytes by name."""
+        carries = self.carries * sizes.carry_bytes(shape, flow)
+        pages = self.pages * sizes.page_bytes(shape, flow)
+        return {PAGES: pages} | ({CARRIES: carries} if carries else {})
+
+    def bytes(self, shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> int:
+        return sum(self.parts(shape, flow, sizes).values())
+
+
 def pages_for(num_tokens: int, page_tokens: int) -> int:
     """Pages of ``page_tokens`` tokens for a sequence of ``num_tokens``."""
     return -(-num_tokens // page_tokens)
@@ -67,23 +90,94 @@ class Parked:
     pages: Sequence[int]
     adapter: str | None = None
     """The adapter that K and V were computed with, if any."""
+    carry: int = -1
+    """What they carry of delta rules, where there are any, and of which chunk."""
+    carry_chunk: int = -1
+
+
+class Pool:
+    """Things of one kind, ``0 .. count - 1``, with the number of their holders."""
+
+    def __init__(self, kind: str, count: int) -> None:
+        self._kind = kind
+        self._free = list(range(count - 1, -1, -1))
+        self._holders = [0] * count
+        self._parks = [0] * count
+        """How many of those that are parked have each one."""
+        self._idle = 0
+        """Those that nobody holds and some of them have."""
+
+    @property
+    def count(self) -> int:
+        """All of them, held or not."""
+        return len(self._holders)
+
+    @property
+    def num_free(self) -> int:
+        """Those that nobody holds, parked or not."""
+        return len(self._free) + self._idle
+
+    @property
+    def num_unused(self) -> int:
+        """Those that nobody holds and that are not parked."""
+        return len(self._free)
+
+    def holders(self, one: int) -> int:
+        """How many sequences hold it."""
+        return self._holders[one]
+
+    def take(self) -> int:
+        """One that is not used, now held once."""
+        one = self._free.pop()
+        assert self._holders[one] == 0, f"{self._kind} {one} was free and held"
+        self._holders[one] = 1
+        return one
+
+    def share(self, one: int) -> None:
+        """One more holder of what is held already."""
+        assert self._holders[one] > 0, f"{self._kind} {one} is shared but not held"
+        self._holders[one] += 1
+
+    def release(self, one: int) -> None:
+        """One holder less; the last one frees it."""
+        assert self._holders[one] > 0, f"{self._kind} {one} is released but not held"
+        self._holders[one] -= 1
+        if self._holders[one] == 0:
+            if self._parks[one]:
+                self._idle += 1
+            else:
+                self._free.append(one)
+
+    def park(self, one: int) -> None:
+        """Keep it when its holder releases it."""
+        assert self._holders[one] > 0, f"{self._kind} {one} is parked but not held"
+        self._parks[one] += 1
+
+    def take_parked(self, one: int) -> None:
+        """Hold what was parked."""
+        self._idle -= self._holders[one] == 0
+        self._holders[one] += 1
+        self._parks[one] -= 1
+
+    def drop_parked(self, one: int) -> None:
+        """Free what was parked, unless somebody has it otherwise."""
+        self._parks[one] -= 1
+        if self._parks[one] == 0 and self._holders[one] == 0:
+            self._idle -= 1
+            self._free.append(one)
 
 
 class PageAllocator:
-    """Hands out the pages ``0 .. num_pages - 1``, of ``page_tokens`` tokens each, and counts their
-    holders.
+    """Hands out the pages ``0 .. num_pages - 1``, of ``page_tokens`` tokens each, and the carries
+    ``0 .. num_carries - 1`` of a model with delta rules, and counts their holders.
     """
 
-    def __init__(self, num_pages: int, page_tokens: int) -> None:
+    def __init__(self, num_pages: int, page_tokens: int, num_carries: int = 0) -> None:
         self.page_tokens = page_tokens
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._holders = [0] * num_pages
+        self._pages = Pool("page", num_pages)
+        self.carries = Pool("carry", num_carries)
         self._parked: dict[Hashable, Parked] = {}
         """What is parked, by name, the oldest first."""
-        self._parks = [0] * num_pages
-        """How many of them have each page."""
-        self._idle = 0
-        """Pages that nobody holds and some of them have."""
         self._unsound: set[int] = set()
         """Pages that may hold a NaN of an earlier holder."""
         self._to_clear: list[int] = []
@@ -92,17 +186,17 @@ class PageAllocator:
     @property
     def num_free(self) -> int:
         """Pages that nobody holds, parked or not."""
-        return len(self._free) + self._idle
+        return self._pages.num_free
 
     @property
     def num_unused(self) -> int:
         """Pages that nobody holds and that are not parked."""
-        return len(self._free)
+        return self._pages.num_unused
 
     @property
     def num_pages(self) -> int:
         """All pages, held or not."""
-        return len(self._holders)
+        return self._pages.count
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that ``num_tokens`` tokens of one sequence occupy."""
@@ -110,26 +204,30 @@ class PageAllocator:
 
     def holders(self, page: int) -> int:
         """How many sequences hold ``page``."""
-        return self._holders[page]
+        return self._pages.holders(page)
 
     def allocate(self) -> int:
         """A free page, now held once; what was parked first goes where no other page is left.  The
         caller has checked ``num_free``.
         """
-        while not self._free:
-            self.drop_parked([next(iter(self._parked))])
-        page = self._free.pop()
-        assert self._holders[page] == 0, f"page {page} was free and held"
+        page = self._take(self._pages)
         if page in self._unsound:
             self._unsound.remove(page)
             self._to_clear.append(page)
-        self._holders[page] = 1
         return page
+
+    def allocate_carry(self) -> int:
+        """The same of carries.  What is in one does not matter: it is written as a whole."""
+        return self._take(self.carries)
+
+    def _take(self, pool: Pool) -> int:
+        while not pool.num_unused:
+            self.drop_parked([next(iter(self._parked))])
+        return pool.take()
 
     def share(self, page: int) -> None:
         """One more holder of a page that is held already."""
-        assert self._holders[page] > 0, f"page {page} is shared but not held"
-        self._holders[page] += 1
+        self._pages.share(page)
 
     def take_pages_to_clear(self) -> list[int]:
         """Pages handed out since the last call that may hold a NaN, which would poison whoever
@@ -142,15 +240,9 @@ class PageAllocator:
         """One holder less; the last one frees the page. ``is_sound``: all that it has written is
         known to be finite.
         """
-        assert self._holders[page] > 0, f"page {page} is released but not held"
         if not is_sound:
             self._unsound.add(page)
-        self._holders[page] -= 1
-        if self._holders[page] == 0:
-            if self._parks[page]:
-                self._idle += 1
-            else:
-                self._free.append(page)
+        self._pages.release(page)
 
     def park(
         self,
@@ -158,16 +250,19 @@ class PageAllocator:
         tokens: Sequence[int],
         pages: Sequence[int],
         adapter: str | None = None,
+        carry: int = -1,
+        carry_chunk: int = -1,
     ) -> None:
         """Keep the K and V of ``tokens``, computed with ``adapter``, in the first of ``pages``,
-        which are held, when their holder releases them.
+        which are held, when their holder releases them; and what they carry.
         """
         self.drop_parked([name])
         kept = list(pages[: self.pages_for(len(tokens))])
         for page in kept:
-            assert self._holders[page] > 0, f"page {page} is parked but not held"
-            self._parks[page] += 1
-        self._parked[name] = Parked(tokens, kept, adapter)
+            self._pages.park(page)
+        if carry >= 0:
+            self.carries.park(carry)
+        self._parked[name] = Parked(tokens, kept, adapter, carry, carry_chunk)
 
     def parked(self, name: Hashable) -> Parked | None:
         """What was parked under ``name``, if it is still there."""
@@ -175,30 +270,37 @@ class PageAllocator:
 
     def num_idle(self, parked: Parked) -> int:
         """Those of its pages that nobody holds: they are no longer free once it is taken."""
-        return sum(self._holders[page] == 0 for page in parked.pages)
+        return sum(self._pages.holders(page) == 0 for page in parked.pages)
+
+    def is_carry_idle(self, parked: Parked) -> bool:
+        """The same of its carry."""
+        return parked.carry >= 0 and self.carries.holders(parked.carry) == 0
 
     def keep_parked(self, name: Hashable) -> None:
         """Let everything else that is parked go first."""
         self._parked[name] = self._parked.pop(name)
 
     def take_parked(self, name: Hashable) -> Parked:
-        """What is parked under ``name``; its pages have one more holder each."""
+        """What is parked under ``name``; its pages have one more holder each, and so has its
+        carry.
+        """
         parked = self._parked.pop(name)
         for page in parked.pages:
-            self._idle -= self._holders[page] == 0
-            self._holders[page] += 1
-            self._parks[page] -= 1
+            self._pages.take_parked(page)
+        if parked.carry >= 0:
+            self.carries.take_parked(parked.carry)
         return parked
 
     def drop_parked(self, names: Iterable[Hashable] | None = None) -> None:
         """Forget what was parked under ``names``, if anything; by default all."""
         for name in list(self._parked if names is None else names):
             parked = self._parked.pop(name, None)
-            for page in () if parked is None else parked.pages:
-                self._parks[page] -= 1
-                if self._parks[page] == 0 and self._holders[page] == 0:
-                    self._idle -= 1
-                    self._free.append(page)
+            if parked is None:
+                continue
+            for page in parked.pages:
+                self._pages.drop_parked(page)
+            if parked.carry >= 0:
+                self.carries.drop_parked(parked.carry)
 
 
 def batched_tokens(config: RolloutConfig, sizes: Sizes) -> int:
@@ -206,8 +308,40 @@ def batched_tokens(config: RolloutConfig, sizes: Sizes) -> int:
     return config.max_batched_tokens or sizes.batched_tokens
 
 
-def choose_num_pages(policy: SampledPolicy, config: RolloutConfig) -> int:
-    """The pages of a policy's cache on its device: ``kv_pages`` if it is set. Raises ConfigError if
+LEAST_CARRIES = 2
+"""What one sequence needs alone: the carry that a forward reads, and another that it writes."""
+CARRIED = 2
+"""The most bytes of carries for each of pages: as many as sequences of some 2,000 tokens have where
+a token of K and V takes 32 KiB and a carry 121 MiB, as in Qwen3.5-9B in BF16.
+"""
+_BESIDE = 8  # so many running sequences have one more carry beside theirs
+
+
+def with_carries(
+    shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig, sizes: Sizes, pages: int
+) -> CacheSize:
+    """A cache of so many pages, with carries for ``max_sequences``, or for fewer where these would
+    take more than ``CARRIED`` times the memory of the pages; but for as many of the longest
+    sequences as the pages hold in any case.
+    """
+    carry = sizes.carry_bytes(shape, flow)
+    if not carry:
+        return CacheSize(pages)
+    longest = pages // pages_for(shape.max_positions, sizes.page_tokens)
+    most = CARRIED * pages * sizes.page_bytes(shape, flow) // carry
+    wanted = _carries_for(config.max_sequences)
+    return CacheSize(pages, min(wanted, max(_carries_for(longest), most)))
+
+
+def _carries_for(sequences: int) -> int:
+    """One for each that runs, and some beside for those that go on to a further chunk, prompts that
+    are held and what is parked.
+    """
+    return sequences + sequences // _BESIDE + LEAST_CARRIES
+
+
+def choose_cache_size(policy: SampledPolicy, config: RolloutConfig) -> CacheSize:
+    """The size of a policy's cache on its device: ``kv_pages`` if it is set. Raises ConfigError if
     the memory does not hold one page, or main memory not as many as were asked for.
 
     Ranks that share a policy all have as many pages as the one with the least free memory. What
@@ -217,15 +351,16 @@ def choose_num_pages(policy: SampledPolicy, config: RolloutConfig) -> int:
     cut = policy.weights("rollout").tensor_parallel
     shape = cut.share(policy.config)
     if device is None or config.kv_pages is not None or config.kv_memory_gib is not None:
-        pages = num_pages_for(shape, policy.flow, config, sizes)
+        size = cache_size_for(shape, policy.flow, config, sizes)
         if device is None:
-            _check_host(pages * sizes.page_bytes(shape, policy.flow), config)
-        return pages
+            _check_host(size.bytes(shape, policy.flow, sizes), config)
+        return size
     device.release_cached()
     of_ranks = cut.world.all_gather((device.free(), reserve_of(device.available())))
     free, reserve = min(free for free, _ in of_ranks), max(reserve for _, reserve in of_ranks)
     forward = forward_bytes(policy.config, policy.flow, config, sizes)
-    available, page = free - forward - reserve, sizes.page_bytes(shape, policy.flow)
+    available = free - forward - reserve
+    page = with_carries(shape, policy.flow, config, sizes, 1).bytes(shape, policy.flow, sizes)
     if available < page:
         raise ConfigError(
             f"{gib(free)} of the device's memory are free, and not a page of the KV cache "
@@ -233,7 +368,7 @@ def choose_num_pages(policy: SampledPolicy, config: RolloutConfig) -> int:
             f"kernels ({gib(reserve)}): end what else runs on the device, lower "
             "rollout.max_batched_tokens or rollout.max_sequences, or set rollout.kv_memory_gib"
         )
-    return num_pages_within(shape, config, sizes.page_tokens, page, available)
+    return cache_size_within(shape, policy.flow, config, sizes, available)
 
 
 def _check_host(cache_bytes: int, config: RolloutConfig) -> None:
@@ -247,31 +382,40 @@ def _check_host(cache_bytes: int, config: RolloutConfig) -> None:
         )
 
 
-def num_pages_for(
+def cache_size_for(
     shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig, sizes: Sizes
-) -> int:
-    """Pages in main memory, or as configured. Raises ConfigError as ``choose_num_pages`` does."""
-    if config.kv_pages is not None:
-        return config.kv_pages
-    memory = int((config.kv_memory_gib or _HOST_GIB) * _GIB)
-    page = sizes.page_bytes(shape, flow)
-    return num_pages_within(shape, config, sizes.page_tokens, page, memory)
-
-
-def num_pages_within(
-    shape: ModelConfig, config: RolloutConfig, page_tokens: int, page_bytes: int, memory: int
-) -> int:
-    """Pages for ``max_sequences`` of the longest sequences that fit. Raises ConfigError if none
+) -> CacheSize:
+    """The size in main memory, or as configured. Raises ConfigError as ``choose_cache_size``
     does.
     """
-    affordable = memory // page_bytes
+    if config.kv_pages is not None:
+        return with_carries(shape, flow, config, sizes, config.kv_pages)
+    memory = int((config.kv_memory_gib or _HOST_GIB) * _GIB)
+    return cache_size_within(shape, flow, config, sizes, memory)
+
+
+def cache_size_within(
+    shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig, sizes: Sizes, memory: int
+) -> CacheSize:
+    """Pages for ``max_sequences`` of the longest sequences that fit into ``memory`` bytes, with
+    their carries. Raises ConfigError if not one page does.
+    """
+
+    def taken(pages: int) -> int:
+        return with_carries(shape, flow, config, sizes, pages).bytes(shape, flow, sizes)
+
+    page = sizes.page_bytes(shape, flow)
+    affordable = bisect_right(range(1, max(0, memory) // page + 1), memory, key=taken)
     if affordable <= 0:
+        beside = taken(1) - page
+        carries = f", and what a sequence carries {beside / _GIB:.3g} GiB" if beside else ""
         raise ConfigError(
             f"rollout.kv_memory_gib = {max(memory, 0) / _GIB:.3g} holds no page of the KV cache: a "
-            f"page of {page_tokens} tokens "
-            f"takes {page_bytes / _GIB:.3g} GiB in this model"
+            f"page of {sizes.page_tokens} tokens "
+            f"takes {page / _GIB:.3g} GiB in this model{carries}"
         )
-    return min(affordable, config.max_sequences * pages_for(shape.max_positions, page_tokens))
+    most = config.max_sequences * pages_for(shape.max_positions, sizes.page_tokens)
+    return with_carries(shape, flow, config, sizes, min(affordable, most))
 
 
 @contextmanager

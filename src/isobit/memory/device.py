@@ -44,7 +44,16 @@ from isobit.memory.activations import (
     scoring_bytes,
     shared_bytes,
 )
-from isobit.memory.cache_size import forward_bytes, num_pages_within, pages_for, reserve_of
+from isobit.memory.cache_size import (
+    PAGES,
+    CacheSize,
+    cache_size_for,
+    cache_size_within,
+    forward_bytes,
+    pages_for,
+    reserve_of,
+    with_carries,
+)
 from isobit.memory.cards import GPUS
 from isobit.memory.host import Share, attended_tokens, microbatch_tokens, share_of
 from isobit.memory.refusal import Refusal
@@ -61,7 +70,7 @@ _MOST_TOKENS = 1 << 24
 Bytes = Mapping[str, int]
 MASTERS, MOMENTS, GRADIENTS = "masters", "optimiser moments", "gradients"
 OF_A_SLOT, MADE, ARRIVING = "sums of a slot", "gradients as they are made", "arriving gradients"
-CACHE = "KV pages"
+CACHE = PAGES
 COPY, GATHERED = "the engine's own weights", "matrices of a layer"
 
 
@@ -170,14 +179,15 @@ class DevicePlanner:
         wanted, page = self.wanted_cache(rollout, longest), self._page_bytes
         if wanted > available:
             raise ConfigError(refusal.of_the_cache(wanted, available, page))
-        pages = self._num_pages(rollout, wanted, available)
-        standing[CACHE] = pages * page
-        both = needed | self._copy | {CACHE: standing[CACHE]}
+        size = self._cache_size(rollout, wanted, available)
+        cache = size.parts(self._cached, self.flow, self.sizes)
+        standing |= cache
+        both = needed | self._copy | cache
         # several processes capture the same steps at the same time, or wait for each other
         if self.processes == 1 and sum(both.values()) <= self.planned:
             needed = both
         return DevicePlan(
-            standing, needed, self.total, pages, page_tokens, tokens, host, self.processes
+            standing, needed, self.total, size.pages, page_tokens, tokens, host, self.processes
         )
 
     def unfitting(
@@ -215,11 +225,17 @@ class DevicePlanner:
         """Bytes of the cache that is set, or else of the least that the longest sequence needs."""
         if rollout.kv_pages is None and rollout.kv_memory_gib is not None:
             return int(rollout.kv_memory_gib * (1 << 30))
-        return self._page_bytes * (rollout.kv_pages or pages_for(longest, self.sizes.page_tokens))
+        cached = self._cached, self.flow
+        pages = rollout.kv_pages or pages_for(longest, self.sizes.page_tokens)
+        return with_carries(*cached, rollout, self.sizes, pages).bytes(*cached, self.sizes)
+
+    @property
+    def _cached(self) -> ModelConfig:
+        return with_heads_of_a_rank(self.shape, self.rollout_tp)
 
     @property
     def _page_bytes(self) -> int:
-        return self.sizes.page_bytes(with_heads_of_a_rank(self.shape, self.rollout_tp), self.flow)
+        return self.sizes.page_bytes(self._cached, self.flow)
 
     @property
     def _copy(self) -> dict[str, int]:
@@ -297,9 +313,8 @@ class DevicePlanner:
 
         return bisect_right(range(1, _MOST_TOKENS), self.planned, key=needed)
 
-    def _num_pages(self, rollout: RolloutConfig, wanted: int, available: int) -> int:
+    def _cache_size(self, rollout: RolloutConfig, wanted: int, available: int) -> CacheSize:
         if rollout.kv_pages is not None:
-            return rollout.kv_pages
+            return cache_size_for(self._cached, self.flow, rollout, self.sizes)
         memory = wanted if rollout.kv_memory_gib is not None else available
-        page_tokens = self.sizes.page_tokens
-        return num_pages_within(self.shape, rollout, page_tokens, self._page_bytes, memory)
+        return cache_size_within(self._cached, self.flow, rollout, self.sizes, memory)

@@ -16,6 +16,8 @@ micro-batch.
     frozen models       the published weights of one side (``isobit.memory.activations``); a shadow
                         counts only if nothing else that passes is larger
     KV pages            pages * bytes of a page        ``isobit.kernels.operands``
+    states of delta     carries * bytes of a carry
+    nets
     activations         what the layers save (``isobit.memory.activations``), and T (2 a C + 4 D)
                         once: last residual stream, hidden states, rows of the rotary table
     workspace           the largest of what passes, which follow one another
@@ -45,7 +47,7 @@ from isobit.memory.activations import (
     saved_bytes,
     shared_bytes,
 )
-from isobit.memory.cache_size import batched_tokens, num_pages_for
+from isobit.memory.cache_size import batched_tokens, cache_size_for
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, master_shapes
 from isobit.models.tensor_parallel import with_heads_of_a_rank
@@ -231,12 +233,13 @@ def _of_the_engine(
 ) -> list[MemoryItem]:
     """What each of so many processes has of the weights and of the engine that they share."""
     cached = with_heads_of_a_rank(shape, rollout_tp)
-    size = num_pages_for(cached, flow, rollout, sizes) * sizes.page_bytes(cached, flow)
+    size = cache_size_for(cached, flow, rollout, sizes)
     key = "rollout.kv_memory_gib" if rollout.kv_pages is None else "rollout.kv_pages"
     names = ("published weights", "matrices of a layer", "the engine's own weights")
     weights = zip(names, shared_bytes(shape, flow, sizes, rollout_tp), strict=True)
     items = [MemoryItem(name, part, _MODEL) for name, part in weights if part]
-    return [*items, MemoryItem("KV pages", size, key)]
+    parts = size.parts(cached, flow, sizes)
+    return items + [MemoryItem(name, part, key) for name, part in parts.items()]
 
 
 def microbatch_tokens(training: TrainingConfig, longest: int) -> int:

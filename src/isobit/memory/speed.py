@@ -225,6 +225,7 @@ class Decoding:
         sizes, total = support("cuda").sizes, sum(self.steps.values())
         tokens = sum(count * steps for count, steps in self.steps.items())
         read = self.keys * sizes.page_bytes(shape.config, shape.flow) / sizes.page_tokens
+        read += tokens * sizes.carry_bytes(shape.config, shape.flow)
         read += sum(steps * shape.weight_bytes(count) for count, steps in self.steps.items())
         products = shape.products(shape.flow.rollout)
         work = {f"products {form}": tokens * one for form, one in products.items()}

@@ -16,7 +16,7 @@ from isobit.config.commands import InspectConfig
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import published_bytes
-from isobit.memory.cache_size import forward_bytes, num_pages_within, reserve_of
+from isobit.memory.cache_size import cache_size_within, forward_bytes, reserve_of, with_carries
 from isobit.memory.cards import Card, read_card, support_for
 from isobit.memory.device import Bytes, DevicePlan, DevicePlanner
 from isobit.memory.speed import SpeedShape, StepTime, StepWork, estimate_step
@@ -95,14 +95,14 @@ def gpu_figures(
     if not config.score_head:
         rollout = settings.rollout
         forward = forward_bytes(config, flow, rollout, sizes)
-        page = sizes.page_bytes(config, flow)
         free = total - reserve_of(total) - weights - forward
-        if free < page:
+        least = with_carries(config, flow, rollout, sizes, 1).bytes(config, flow, sizes)
+        if free < least:
             generating = {}
         else:
-            pages = num_pages_within(config, rollout, sizes.page_tokens, page, free)
-            generating |= {"forward and logits": forward, "KV pages": pages * page}
-            cached = pages * sizes.page_tokens
+            size = cache_size_within(config, flow, rollout, sizes, free)
+            generating |= {"forward and logits": forward, **size.parts(config, flow, sizes)}
+            cached = size.pages * sizes.page_tokens
     training, time, problem = None, None, ""
     try:
         planner = DevicePlanner(config, flow, sizes, total, processes=gpus)

@@ -26,6 +26,7 @@ import torch
 
 from isobit.kernels.noise import splitmix64
 from isobit.kernels.operands import observing
+from isobit.memory.cache_size import CacheSize
 from isobit.models.function import SampledPolicy
 from isobit.models.scorer import Scorer
 from isobit.records.batch import PackedBatch, TokenScores
@@ -131,10 +132,10 @@ class TokenObserver:
 class ObservedRunner(PolicyRunner):
     """The rollout side of a policy, with every operation observed."""
 
-    def __init__(self, policy: SampledPolicy, num_pages: int, observer: TokenObserver) -> None:
-        super().__init__(policy, num_pages)
+    def __init__(self, policy: SampledPolicy, size: CacheSize, observer: TokenObserver) -> None:
+        super().__init__(policy, size)
         self._observer = observer
-        self._keys = torch.zeros(num_pages * self.page_tokens, dtype=torch.int64)  # by slot
+        self._keys = torch.zeros(size.pages * self.page_tokens, dtype=torch.int64)  # by slot
         self._key_of_hidden: dict[int, int] = {}
 
     def forward(self, batch: ForwardBatch) -> States:

@@ -128,6 +128,10 @@ class Executor(ABC, Generic[Runner]):
         """Copy the K and V of pages in all layers."""
         self.runner.copy_pages(sources, targets)
 
+    def copy_carries(self, sources: list[int], targets: list[int]) -> None:
+        """The same of carries."""
+        self.runner.copy_carries(sources, targets)
+
     def clear_pages(self, pages: list[int]) -> None:
         """Set the K and V of pages to zero in all layers."""
         self.runner.clear_pages(pages)

@@ -28,7 +28,7 @@ a page of its own.
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -39,7 +39,7 @@ from torch import Tensor
 from isobit.kernels import backend as back_ends
 from isobit.kernels.backend import Backend, Captured, name_fallbacks
 from isobit.kernels.operands import DecodeBatch, Drawn, Draws
-from isobit.memory.cache_size import SPECULATED_ROWS
+from isobit.memory.cache_size import SPECULATED_ROWS, CacheSize
 from isobit.models.folder import model_needs
 from isobit.models.function import SampledPolicy
 from isobit.parallel.world import Pulse
@@ -260,7 +260,7 @@ class _StepKey:
 class GraphRunner:
     """A ``PipelineRunner``: the rollout side of a policy."""
 
-    def __init__(self, policy: SampledPolicy, num_pages: int, max_sequences: int) -> None:
+    def __init__(self, policy: SampledPolicy, size: CacheSize, max_sequences: int) -> None:
         config, backend = policy.config, policy.backend
         needs = model_needs(config, policy.flow.preset)
         problem = back_ends.support(policy.device.type).model_problem(needs)
@@ -269,7 +269,8 @@ class GraphRunner:
         name_fallbacks(backend, policy.flow)
         self._policy, self._backend = policy, backend
         # the last page is for padding
-        self._cache = empty_cache(policy, num_pages + 1)
+        num_pages = size.pages
+        self._cache = empty_cache(policy, replace(size, pages=num_pages + 1))
         self.page_tokens = self._cache.page_tokens
         max_pages = -(-config.max_positions // self.page_tokens)
         self._state = DeviceState(max_sequences, max_pages, self.page_tokens, num_pages, backend)
@@ -369,6 +370,10 @@ class GraphRunner:
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         """Copy pages of all layers."""
         self._cache.copy_pages(sources, targets)
+
+    def copy_carries(self, sources: list[int], targets: list[int]) -> None:
+        """Copy carries of all layers."""
+        self._cache.copy_carries(sources, targets)
 
     def clear_pages(self, pages: list[int]) -> None:
         """Set pages of all layers to zero."""

@@ -32,9 +32,10 @@ from typing import TYPE_CHECKING, Any
 
 from isobit.config.rollout import RolloutConfig
 from isobit.memory.cache_size import (
+    CacheSize,
     PageAllocator,
     batched_tokens,
-    choose_num_pages,
+    choose_cache_size,
     out_of_memory_named,
 )
 from isobit.models.function import LogProbFunction, SampledPolicy, function_of
@@ -75,8 +76,8 @@ class NativeEngine:
         config: sizes of the batch and of the cache.
         tokenizer: for text and stop strings; None leaves texts empty.
         seed: of the run; with prompt, visit and sample it fixes the noise.
-        make_runner: what runs the model, from the policy and the number of pages; by default that
-            goes by the policy's device.
+        make_runner: what runs the model, from the policy and the size of the cache; by default
+            that goes by the policy's device.
     """
 
     sharing = None
@@ -87,9 +88,10 @@ class NativeEngine:
         config: RolloutConfig,
         tokenizer: "PreTrainedTokenizerBase | None",
         seed: int,
-        make_runner: Callable[[SampledPolicy, int], ModelRunner | PipelineRunner] | None = None,
+        make_runner: Callable[[SampledPolicy, CacheSize], ModelRunner | PipelineRunner]
+        | None = None,
     ) -> None:
-        num_pages = choose_num_pages(policy, config)
+        self._size = choose_cache_size(policy, config)
         self.stats = EngineStats()
         self._started_at = perf_counter()
         self._policy = policy
@@ -106,11 +108,11 @@ class NativeEngine:
         self._failed: dict[Handle, IsobitError] = {}
         """The samples that have failed alone since the last step."""
         with out_of_memory_named(self._policy.backend.memory):
-            self._executor = executor_of(partial(make_runner, policy, num_pages), self.stats)
+            self._executor = executor_of(partial(make_runner, policy, self._size), self.stats)
         self._limits = EngineLimits(
             policy.config.max_positions,
             policy.config.vocab_size,
-            num_pages,
+            self._size.pages,
             self._executor.runner.page_tokens,
             tokenizer is not None,
         )
@@ -149,8 +151,9 @@ class NativeEngine:
         return self._scheduler.has_room
 
     def figures(self) -> dict[str, Any]:
-        """The pages of the cache and their tokens."""
-        return {"kv_pages": self._limits.num_pages, "page_tokens": self._limits.page_tokens}
+        """The pages of the cache and their tokens, and carries where there are any."""
+        figures = {"kv_pages": self._limits.num_pages, "page_tokens": self._limits.page_tokens}
+        return figures | ({"carries": self._size.carries} if self._size.carries else {})
 
     def notes(self) -> list[str]:
         """None: it reads what is published where it is."""
@@ -352,7 +355,8 @@ class NativeEngine:
 
     def _empty_cache(self) -> tuple[PageAllocator, Scheduler]:
         """The pages of a cache that nobody uses yet, and their scheduler."""
-        allocator = PageAllocator(self._limits.num_pages, self._limits.page_tokens)
+        size, page_tokens = self._size, self._limits.page_tokens
+        allocator = PageAllocator(size.pages, page_tokens, size.carries)
         scheduler = Scheduler(
             allocator,
             self._executor,
@@ -388,6 +392,8 @@ class NativeEngine:
             self._executor.settle()
             free, pages = self._allocator.num_free, self._allocator.num_pages
             assert free == pages, "nobody is left to hold a page"
+            carries = self._allocator.carries
+            assert carries.num_free == carries.count, "nobody is left to hold a carry"
 
     def _begin_period(self) -> None:
         self.stats, self._started_at = EngineStats(), perf_counter()
@@ -439,10 +445,10 @@ class NativeEngine:
 
 
 def _default_runner(
-    policy: SampledPolicy, num_pages: int, max_sequences: int
+    policy: SampledPolicy, size: CacheSize, max_sequences: int
 ) -> ModelRunner | PipelineRunner:
     """The runner that keeps the policy's device busy: on an asynchronous one the host stays a step
     behind."""
     if policy.backend.is_asynchronous:
-        return GraphRunner(policy, num_pages, max_sequences)
-    return PolicyRunner(policy, num_pages)
+        return GraphRunner(policy, size, max_sequences)
+    return PolicyRunner(policy, size)

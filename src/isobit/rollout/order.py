@@ -14,10 +14,10 @@ Known are the answers of the group that have ended and those of the prompt's vis
 stand in the order of arrival, so that requests of one sample each, of which nothing is known, are
 served first come, first served.
 
-**Prompts that are held.**  A prompt keeps its pages from its first start until its last sample has
-started.  Those of groups that have begun are held to ``HELD_SHARE`` of the cache: beyond it a
-further group begins when no sample of the others is left in line.  A group of one sample holds
-nothing, but goes behind the others where its prompt would not fit into that share.
+**Prompts that are held.**  A prompt keeps its pages and its carry from its first start until its
+last sample has started.  Those of groups that have begun are held to ``HELD_SHARE`` of the cache:
+beyond it a further group begins when no sample of the others is left in line.  A group of one
+sample holds nothing, but goes behind the others where its prompt would not fit into that share.
 
 After Seer (OSDI 26), which measures 96% of the throughput of an order that knows all lengths.
 """
@@ -30,7 +30,8 @@ from isobit.rollout.requests import Handle
 from isobit.rollout.sequence import Sample, SharedPrompt
 
 HELD_SHARE = 1 / 4
-"""The share of the cache for prompts whose groups have begun and have samples in line."""
+"""The share of pages, and of carries, for prompts whose groups have begun and have samples in line.
+"""
 MOST_PROMPTS = 1 << 16
 """Prompts whose lengths are remembered: some 20 MB."""
 _FIRST = 0, (0, 0.0)
@@ -92,9 +93,12 @@ def _groups_to_begin(groups: Iterable[SharedPrompt], allocator: PageAllocator) -
     wanted = {prompt for prompt in groups if prompt.has_begun}
     left = HELD_SHARE * allocator.num_pages
     left -= sum(allocator.pages_for(prompt.length) for prompt in wanted)
+    carries = inf if allocator.carries.count == 0 else HELD_SHARE * allocator.carries.count
+    carries -= len(wanted)
     for prompt in groups:
         needed = allocator.pages_for(prompt.length)
-        if prompt not in wanted and (needed <= left or not wanted):
+        if prompt not in wanted and ((needed <= left and carries >= 1) or not wanted):
             wanted.add(prompt)
-            left -= needed if prompt.waiting > 1 else 0
+            if prompt.waiting > 1:
+                left, carries = left - needed, carries - 1
     return wanted

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.operands import Attend, Drawn, Draws, KvCache, PagedBatch
-from isobit.memory.cache_size import pages_for
+from isobit.memory.cache_size import CacheSize, pages_for
 from isobit.models.function import SampledPolicy
+from isobit.rollout.reservations import PageStore
 from isobit.rollout.scheduler import Plan
 from isobit.rollout.sequence import Sample, States
 
@@ -33,6 +34,12 @@ class ForwardBatch:
     paged: PagedBatch
     adapter: str | None = None
     """The adapter of all B sequences (``Request.adapter``); None for the policy as it is."""
+
+
+def carries_of(plan: Plan) -> Tensor | None:
+    """``PagedBatch.carries`` of the plan's sequences; None of a model without delta rules."""
+    found = torch.tensor([sequence.carries(count) for sequence, count in plan])
+    return None if bool((found[:, 1] < 0).all()) else found.t()
 
 
 def build_batch(plan: Plan, page_tokens: int) -> ForwardBatch:
@@ -60,13 +67,17 @@ def build_batch(plan: Plan, page_tokens: int) -> ForwardBatch:
     width = pages_for(max(lengths), page_tokens)
     block_table = torch.from_numpy(np.stack([sequence.block_row[:width] for sequence, _ in plan]))
     paged = PagedBatch(
-        tuple([count for _, count in plan]), lengths, block_table, torch.tensor(slots)
+        tuple([count for _, count in plan]),
+        lengths,
+        block_table,
+        torch.tensor(slots),
+        carries_of(plan),
     )
     (adapter,) = {sequence.adapter for sequence, _ in plan}
     return ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), paged, adapter)
 
 
-class ModelRunner(Protocol):
+class ModelRunner(PageStore, Protocol):
     """One model with its KV cache."""
 
     @property
@@ -89,16 +100,6 @@ class ModelRunner(Protocol):
 
     def draw(self, logits: Tensor, draws: Draws) -> Drawn:
         """The next tokens of samples, from FP32 logits [R, V]; ``draws`` are on the host."""
-        ...
-
-    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
-        """Copy the K and V of pages, in all layers, ``sources[i]`` to ``targets[i]``; all targets
-        differ, and none is a source.
-        """
-        ...
-
-    def clear_pages(self, pages: list[int]) -> None:
-        """Set the K and V of pages to zero, in all layers."""
         ...
 
     def clear(self) -> None:
@@ -131,7 +132,7 @@ class DrawnToken(NamedTuple):
 
 
 @runtime_checkable
-class PipelineRunner(Protocol):
+class PipelineRunner(PageStore, Protocol):
     """One model with its KV cache, and the newest token of each sample that it has drawn for.
 
     Nothing here waits for the device: calls take effect in their order.  The token that ``decode``
@@ -185,16 +186,6 @@ class PipelineRunner(Protocol):
         """
         ...
 
-    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
-        """Copy the K and V of pages, in all layers, ``sources[i]`` to ``targets[i]``; all targets
-        differ, and none is a source.
-        """
-        ...
-
-    def clear_pages(self, pages: list[int]) -> None:
-        """Set the K and V of pages to zero, in all layers."""
-        ...
-
     def clear(self) -> None:
         """Forget all samples, all tokens and everything in the cache, non-finite numbers
         included.
@@ -207,9 +198,9 @@ class PolicyRunner:
     computes at once, and elsewhere the way to observe it.
     """
 
-    def __init__(self, policy: SampledPolicy, num_pages: int) -> None:
+    def __init__(self, policy: SampledPolicy, size: CacheSize) -> None:
         self._policy, self._backend = policy, policy.backend
-        self._cache = empty_cache(policy, num_pages)
+        self._cache = empty_cache(policy, size)
         self.page_tokens = self._cache.page_tokens
 
     @property
@@ -237,6 +228,10 @@ class PolicyRunner:
         """Copy pages of all layers."""
         self._cache.copy_pages(sources, targets)
 
+    def copy_carries(self, sources: list[int], targets: list[int]) -> None:
+        """Copy carries of all layers."""
+        self._cache.copy_carries(sources, targets)
+
     def clear_pages(self, pages: list[int]) -> None:
         """Set pages of all layers to zero."""
         self._cache.clear_pages(pages)
@@ -246,10 +241,10 @@ class PolicyRunner:
         self._cache.clear()
 
 
-def empty_cache(policy: SampledPolicy, num_pages: int) -> KvCache:
-    """Pages for the KV heads of a policy that this process has."""
+def empty_cache(policy: SampledPolicy, size: CacheSize) -> KvCache:
+    """Pages for the KV heads of a policy that this process has, and carries."""
     shape = policy.weights("rollout").tensor_parallel.share(policy.config)
-    return policy.backend.kv_cache(shape, policy.flow, num_pages)
+    return policy.backend.kv_cache(shape, policy.flow, size.pages, size.carries)
 
 
 def rollout_states(

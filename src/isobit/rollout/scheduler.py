@@ -21,6 +21,13 @@ have ended.  Then the one that came last gives way: a prompt that is held for wa
 the sample that was the last to start, which goes back to the front of the line, keeps its tokens,
 and later computes K and V again.
 
+Of a model with delta rules a sequence needs a carry beside its pages, for what its open chunk has
+come to (``isobit.kernels.spec.delta_rule``), and a second one to go on to the next chunk.  A prompt
+that takes several forwards gets both with its pages.  A running sample that finds none takes one
+that others have for guesses alone; or waits for a step in which one before it goes on, and so gives
+its old one back; or makes room as for a page.  A sample that is alone takes two, and so many there
+are.
+
 Nothing waits for ever.  The first running sample can take the pages of everyone else, and its
 request was accepted because it fits alone; so it advances in every step, or after ``patience``,
 until it ends, and the next one is first.  With nothing running, the first in line either has its
@@ -40,6 +47,7 @@ from isobit.memory.cache_size import PageAllocator
 from isobit.rollout.drafts import Drafter
 from isobit.rollout.engine_stats import EngineStats
 from isobit.rollout.order import AnswerLengths, arranged
+from isobit.rollout.reservations import PageStore, Reservations
 from isobit.rollout.sequence import CachedTokens, Sample, SharedPrompt, States
 
 Plan = list[tuple[CachedTokens, int]]
@@ -64,22 +72,12 @@ def by_adapter(items: Iterable[Item], adapter_of: Callable[[Item], str | None]) 
     return list(parts.values())
 
 
-class PlanExecutor(Protocol):
+class PlanExecutor(PageStore, Protocol):
     """The part of an executor that the scheduler uses."""
 
     @property
     def is_pending(self) -> bool:
         """Whether tokens of an earlier step are in flight."""
-        ...
-
-    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
-        """Copy the K and V of pages, in all layers, ``sources[i]`` to ``targets[i]``; all targets
-        differ, and none is a source.
-        """
-        ...
-
-    def clear_pages(self, pages: list[int]) -> None:
-        """Set the K and V of pages to zero, in all layers."""
         ...
 
     def settle(self) -> bool:
@@ -135,8 +133,10 @@ class Scheduler:
             max_sequences, max_batched_tokens
         )  # so that every running sample can decode in every step
         self._max_batched_tokens = max_batched_tokens
-        self._sources: list[int] = []  # of the copies that the samples need that start now
-        self._targets: list[int] = []
+        self._reservations = Reservations(allocator, executor)
+        self._has_carries = self._reservations.has_carries
+        self._left_out: set[Sample] = set()
+        """Running samples that the next forward goes without."""
 
     @property
     def is_done(self) -> bool:
@@ -145,16 +145,20 @@ class Scheduler:
 
     @property
     def has_room(self) -> bool:
-        """Whether a place and a page would be left if all that wait had started."""
+        """Whether a place, a page and a carry would be left if all that wait had started."""
         if len(self.running) + len(self.waiting) >= self._capacity:
             return False
         pages_for, wanted, seen = self._allocator.pages_for, 0, set[SharedPrompt]()
+        carries = len(self.waiting)
         for sample in self.waiting:
             prompt = sample.prompt
             if prompt not in seen and not prompt.pages:
                 wanted += pages_for(prompt.length)
+                carries += 1
             seen.add(prompt)
             wanted += pages_for(sample.length + 1) - pages_for(prompt.length) + 1
+        if self._has_carries and carries >= self._allocator.carries.num_free:
+            return False
         return wanted < self._allocator.num_free
 
     @property
@@ -206,6 +210,8 @@ class Scheduler:
         behind: list[Sample] = []
         for sample in self.running:
             remaining = sample.remaining
+            if sample in self._left_out:
+                continue
             if remaining == 1:
                 decoding.append(sample)
             elif remaining:
@@ -218,14 +224,21 @@ class Scheduler:
                     budget -= self._add_chunk(plan, sample, budget)
             budget = self._plan_prompts(plan, budget)
         self._plan_drafts(plan, decoding, budget)
-        assert not self._sources, "pages are copied as samples start, before anything is written"
-        self._clear_pages()
+        assert not self._reservations.is_copying, (
+            "pages are copied as samples start, before anything is written"
+        )
+        self._reservations.clear()
         return plan
 
     def advance(self, plan: Plan) -> None:
         """The forward of ``plan`` has been computed: its tokens are in the cache."""
         for sequence, count in plan:
             sequence.cached += count - len(sequence.draft)
+            if self._has_carries:
+                is_prompt = isinstance(sequence, SharedPrompt)
+                sequence.settle_carry(self._allocator, keeps=is_prompt and sequence.remaining > 0)
+                if is_prompt and sequence.remaining == 0:
+                    sequence.drop_next_carry(self._allocator)
         self.stats.forwards += 1
 
     def start(self) -> list[tuple[Sample, States]]:
@@ -240,7 +253,7 @@ class Scheduler:
             parked, last = self._allocator.parked(sample.handle), sample.prompt.last
             if parked is None and last is None:
                 break
-            if self.running and self._wanted(sample) > self._allocator.num_free:
+            if self.running and not self._can_start(sample):
                 break
             self.waiting.popleft()
             if parked is not None:
@@ -254,7 +267,7 @@ class Scheduler:
             sample.prompt.has_begun = True
             self._heat += sample.heat == self._heat
             self.running.append(sample)
-            while sample.will_write and not self._reserve(
+            while sample.will_write and not self._reservations.reserve(
                 sample
             ):  # only if it is alone: a prompt held for others has what it needs
                 self._make_room()
@@ -332,13 +345,28 @@ class Scheduler:
         return index
 
     def _line_takes_parked_pages(self) -> bool:
-        """Whether pages that are not parked run out before all that wait have started."""
+        """Whether pages or carries that are not parked run out before all that wait have
+        started.
+        """
+        if self._has_carries and self._allocator.carries.num_unused <= len(self.waiting):
+            return True
         left = self._allocator.num_unused
         for sample in self.waiting:
             left -= self._allocator.pages_for(sample.length + 1)
             if left < 0:
                 return True
         return False
+
+    def _can_start(self, sample: Sample) -> bool:
+        """Whether there are pages for it, and carries: one for its next chunk, or to copy that of
+        its prompt into.
+        """
+        if self._has_carries:
+            parked = self._allocator.parked(sample.handle)
+            wanted = 1 + (parked is not None and self._allocator.is_carry_idle(parked))
+            if wanted > self._allocator.carries.num_free:
+                return False
+        return self._wanted(sample) <= self._allocator.num_free
 
     def _wanted(self, sample: Sample) -> int:
         """Free pages that a sample takes when it starts, with one to copy a partial page into."""
@@ -383,11 +411,11 @@ class Scheduler:
             prompt = sample.prompt
             if budget == 0:
                 break
-            if not self._hold(prompt):
+            if not self._hold(prompt, budget):
                 if self.running or sample is not self.waiting[0]:
                     break
                 self._let_prompts_go()
-                self._hold(prompt)
+                self._hold(prompt, budget)
             count = self._add_chunk(plan, prompt, budget)
             budget -= count
             self.stats.prompt_tokens += count
@@ -411,6 +439,8 @@ class Scheduler:
             count = min(len(draft), budget)
             if count > sample.reserved - len(sample.tokens):
                 count = self._reserve_behind(sample, count)
+            if count and self._has_carries:
+                count = self._reservations.guesses_with_carry(sample, count)
             if count:
                 sample.draft = draft[:count]
                 plan[place] = sample, 1 + count
@@ -427,12 +457,16 @@ class Scheduler:
 
     def _add_chunk(self, plan: Plan, sequence: CachedTokens, budget: int) -> int:
         count = min(budget, sequence.remaining)
+        if self._has_carries:
+            count = self._reservations.with_carry(sequence, count)
         plan.append((sequence, count))
         self.stats.chunks += count < sequence.remaining
         return count
 
-    def _hold(self, prompt: SharedPrompt) -> bool:
-        """Reserve pages for a prompt, if they are there."""
+    def _hold(self, prompt: SharedPrompt, budget: int) -> bool:
+        """Reserve pages for a prompt, if they are there; and a carry, or two where it takes several
+        forwards, of ``budget`` tokens at first.
+        """
         if prompt.pages:
             return True
         spare = (
@@ -440,7 +474,13 @@ class Scheduler:
         )  # its first sample needs a page beside it, unless it is alone
         if self._allocator.pages_for(prompt.length) + spare > self._allocator.num_free:
             return False
-        self._reserve(prompt)
+        if self._has_carries:
+            several = prompt.length > budget
+            if 1 + several + spare > self._allocator.carries.num_free:
+                return False
+            if several:
+                prompt.carry = self._allocator.allocate_carry()
+        self._reservations.reserve(prompt)
         self._held.append(prompt)
         return True
 
@@ -456,20 +496,45 @@ class Scheduler:
             prompt.drop_pages(self._allocator)
 
     def _reserve_for_running(self) -> None:
-        """Preempting takes from the end, so what was reserved already stays."""
+        """Preempting takes from the end, so what was reserved already stays.
+
+        Where a carry alone is missing and another sample goes on to its next chunk in this step,
+        after which it has an earlier carry to give back, the sample is left out of the step.
+        """
+        self._left_out.clear()
+        if self._has_carries:
+            for sample in self.running:  # guesses have been accepted since the last forward
+                sample.settle_carry(self._allocator)
+        goes_on = False
         for sample in [
             sample
             for sample in self.running
-            if sample.cached >= sample.reserved and sample.remaining
+            if sample.remaining
+            and (sample.cached >= sample.reserved or (self._has_carries and sample.lacks_carry))
         ]:
-            while sample.pages and not self._reserve(sample):
-                self._make_room()
+            while sample.pages and not self._reservations.reserve(sample):
+                if goes_on and self._reservations.missing_pages(sample) <= self._allocator.num_free:
+                    self._left_out.add(sample)
+                    break
+                if not self._take_carries_back():
+                    self._make_room()
+            has_next = sample.next_carry >= 0 and sample.begins_chunk
+            goes_on = goes_on or (has_next and sample.remaining == 1)
+
+    def _take_carries_back(self) -> bool:
+        """Free the carries that running samples got for guesses alone; whether there were any."""
+        spare = [
+            sample for sample in self.running if sample.next_carry >= 0 and not sample.begins_chunk
+        ]
+        for sample in spare:
+            sample.drop_next_carry(self._allocator)
+        return bool(spare)
 
     def _make_room(self) -> None:
         """Free pages in the gentlest way that is left: wait for tokens in flight, let a prompt go,
         let the last sample that has started go.
         """
-        assert not self._sources, (
+        assert not self._reservations.is_copying, (
             "pages are copied before anybody else can be given those that are read"
         )
         if self._executor.settle():
@@ -481,43 +546,8 @@ class Scheduler:
             self._requeue(self.running[-1])
             self.stats.preemptions += 1
 
-    def _reserve(self, sequence: CachedTokens) -> bool:
-        """Make sure of pages for all tokens (at least one new one), held by nobody else where they
-        will be written.
-
-        Takes nothing and returns False if there are not enough free pages.
-        """
-        length = max(sequence.length, sequence.cached + 1)
-        missing = self._allocator.pages_for(length) - len(sequence.pages)
-        first_written = sequence.cached // self._allocator.page_tokens
-        copies = (
-            first_written < len(sequence.pages)
-            and self._allocator.holders(sequence.pages[first_written]) > 1
-        )
-        if missing + copies > self._allocator.num_free:
-            return False
-        if copies:
-            page = self._allocator.allocate()
-            self._sources.append(sequence.pages[first_written])
-            self._targets.append(page)
-            self._allocator.release(sequence.pages[first_written])
-            sequence.replace_page(first_written, page)
-            self.stats.copied_pages += 1
-        for _ in range(missing):
-            sequence.add_page(self._allocator.allocate())
-        sequence.reserved = len(sequence.pages) * self._allocator.page_tokens
-        return True
-
-    def _clear_pages(self) -> None:
-        if pages := self._allocator.take_pages_to_clear():
-            self._executor.clear_pages(pages)
-
     def _copy_pages(self) -> None:
-        """Make the copies asked for, all at once."""
-        self._clear_pages()
-        if self._sources:
-            self._executor.copy_pages(self._sources, self._targets)
-            self._sources, self._targets = [], []
+        self.stats.copied_pages += self._reservations.copy()
 
     def _requeue(self, sample: Sample) -> None:
         self.running.remove(sample)

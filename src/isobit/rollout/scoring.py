@@ -19,7 +19,13 @@ from typing import Any, Generic, TypeVar, overload
 
 import torch
 
-from isobit.memory.cache_size import PageAllocator, out_of_memory_named, pages_for
+from isobit.memory.cache_size import (
+    LEAST_CARRIES,
+    CacheSize,
+    PageAllocator,
+    out_of_memory_named,
+    pages_for,
+)
 from isobit.models.policy import Policy
 from isobit.rollout.draws import finite_rows
 from isobit.rollout.runner import PolicyRunner, build_batch
@@ -28,6 +34,7 @@ from isobit.rollout.sequence import CachedTokens
 from isobit.util.errors import IsobitError, NonFiniteError, RequestError
 
 _LOGITS_AT_ONCE = 1 << 24
+_AT_ONCE = 8  # sequences of a model with delta rules
 MOST_ALTERNATIVES = 20
 
 Key = TypeVar("Key", bound=Hashable)
@@ -118,11 +125,12 @@ class TokenScorer(Generic[Key]):
         page_tokens = policy.backend.sizes.page_tokens
         longest = max(policy.config.max_positions, tokens_per_forward)
         num_pages = pages_for(longest, page_tokens)
+        carries = 0 if policy.config.delta is None else LEAST_CARRIES * _AT_ONCE
         self._policy, self._tokens = policy, tokens_per_forward
         with out_of_memory_named(policy.backend.memory):
-            self._runner = PolicyRunner(policy, num_pages)
+            self._runner = PolicyRunner(policy, CacheSize(num_pages, carries))
         self._version = self._runner.version
-        self._allocator = PageAllocator(num_pages, page_tokens)
+        self._allocator = PageAllocator(num_pages, page_tokens, carries)
         self._num_pages = num_pages
         self._waiting: list[_GivenTokens[Key]] = []
         """By their turns."""
@@ -203,6 +211,7 @@ class TokenScorer(Generic[Key]):
             given.scored.alternatives.append(alternatives)
         for given, count in plan:
             given.sequence.cached += count
+            given.sequence.settle_carry(self._allocator, keeps=True)
         done = [given for given, _ in plan if not given.sequence.remaining]
         for given in done:
             given.sequence.is_sound = True
@@ -213,7 +222,7 @@ class TokenScorer(Generic[Key]):
         while self._waiting:
             sequence = self._waiting[0].sequence
             pages = self._allocator.pages_for(sequence.length)
-            if pages > self._allocator.num_free:
+            if pages > self._allocator.num_free or not self._take_carries(sequence):
                 break
             for _ in range(pages):
                 sequence.add_page(self._allocator.allocate())
@@ -223,11 +232,26 @@ class TokenScorer(Generic[Key]):
         if pages := self._allocator.take_pages_to_clear():
             self._runner.clear_pages(pages)
 
+    def _take_carries(self, sequence: CachedTokens) -> bool:
+        """The carries that a sequence goes on with, one that is read and one that is written, if
+        they are there; of a model without delta rules there are none to take.
+        """
+        pool = self._allocator.carries
+        if pool.count:
+            if pool.num_free < LEAST_CARRIES:
+                return False
+            sequence.carry, sequence.next_carry = (
+                self._allocator.allocate_carry() for _ in range(LEAST_CARRIES)
+            )
+        return True
+
     def _begin_again(self) -> None:
         """Start over with newly published weights, under which the K and V so far are worthless."""
         self._version = self._runner.version
         for given in self._active:
             given.sequence.cached, given.scored = 0, Scored()
+            given.sequence.drop_carries(self._allocator)
+            self._take_carries(given.sequence)
 
     def _let_go(self, leaving: Iterable[_GivenTokens[Key]]) -> None:
         for given in leaving:

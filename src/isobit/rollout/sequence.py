@@ -23,6 +23,7 @@ from torch import Tensor
 
 from isobit.data.encoding import byte_token_ids, special_token_ids
 from isobit.data.tokenizer import is_of_tokenizer
+from isobit.kernels.operands import DELTA_CHUNK
 from isobit.memory.cache_size import PageAllocator, Parked
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, FinishReason
@@ -180,6 +181,10 @@ class CachedTokens:
     its own, which the next forward computes as well (``isobit.rollout.drafts``); ``noted``: the
     tokens that guesses have learnt from; ``slot`` and ``salt``: of the context at their end, and of
     all its contexts (``isobit.rollout.contexts``).
+
+    Of a model with delta rules, ``carry``: what the first ``cached`` tokens carry, that is of the
+    chunk ``carry_chunk``, which is that of the last of them; -1 for none.  ``next_carry``: where a
+    forward writes that of a later chunk.  It is of no chunk yet.
     """
 
     __slots__ = (
@@ -187,8 +192,11 @@ class CachedTokens:
         "adapter",
         "block_row",
         "cached",
+        "carry",
+        "carry_chunk",
         "draft",
         "is_sound",
+        "next_carry",
         "noted",
         "pages",
         "reserved",
@@ -206,6 +214,7 @@ class CachedTokens:
         self.reserved = 0
         self.is_sound = False
         self.pages: list[int] = []
+        self.carry = self.carry_chunk = self.next_carry = -1
         self.block_row = _NO_PAGES
         self._max_pages = max_pages
 
@@ -231,10 +240,49 @@ class CachedTokens:
         self.block_row[index] = page
         self.pages[index] = page
 
+    @property
+    def begins_chunk(self) -> bool:
+        """Whether its next token is of a further chunk than that of its carry."""
+        return self.cached // DELTA_CHUNK != self.carry_chunk
+
+    @property
+    def lacks_carry(self) -> bool:
+        """Whether it does so, and has nothing to write the carry of that to."""
+        return self.next_carry < 0 and self.begins_chunk
+
+    def carries(self, count: int) -> tuple[int, int]:
+        """The carries that a forward of its next ``count`` tokens reads and writes."""
+        is_within = (self.cached + count - 1) // DELTA_CHUNK == self.carry_chunk
+        return self.carry if self.cached else -1, self.carry if is_within else self.next_carry
+
+    def settle_carry(self, allocator: PageAllocator, keeps: bool = False) -> None:
+        """Tokens have been put into the cache, which may have reached a further chunk: then the
+        earlier carry is given back, or kept as the next one to be written, if nobody else holds it.
+        """
+        chunk = (self.cached - 1) // DELTA_CHUNK
+        if self.next_carry >= 0 and chunk > self.carry_chunk:
+            self.carry, self.next_carry, self.carry_chunk = self.next_carry, self.carry, chunk
+            if not keeps:
+                self.drop_next_carry(allocator)
+
+    def drop_next_carry(self, allocator: PageAllocator) -> None:
+        """Give back what nothing is written to."""
+        if self.next_carry >= 0:
+            allocator.carries.release(self.next_carry)
+            self.next_carry = -1
+
+    def drop_carries(self, allocator: PageAllocator) -> None:
+        """Give all carries back."""
+        self.drop_next_carry(allocator)
+        if self.carry >= 0:
+            allocator.carries.release(self.carry)
+        self.carry = self.carry_chunk = -1
+
     def drop_pages(self, allocator: PageAllocator) -> None:
-        """Give all pages back; the tokens stay."""
+        """Give all pages back, and all carries; the tokens stay."""
         for page in self.pages:
             allocator.release(page, self.is_sound)
+        self.drop_carries(allocator)
         self.pages, self.block_row = [], _NO_PAGES
         self.cached = self.reserved = 0
         self.draft = ()
@@ -371,7 +419,9 @@ class Sample(CachedTokens):
         """Give all pages back after a turn; they keep K and V for the next one while nobody else
         needs them.
         """
-        allocator.park(self.handle, self.tokens[: self.cached], self.pages, self.adapter)
+        self.settle_carry(allocator)  # the last tokens may have been guessed
+        carry = self.carry, self.carry_chunk
+        allocator.park(self.handle, self.tokens[: self.cached], self.pages, self.adapter, *carry)
         self.drop_pages(allocator)
 
     def resume(self, parked: Parked) -> None:
@@ -381,15 +431,21 @@ class Sample(CachedTokens):
         assert not self.pages, "a sample that runs does not start"
         for page in parked.pages:
             self.add_page(page)
+        self.carry, self.carry_chunk = parked.carry, parked.carry_chunk
         self.cached = min(len(parked.tokens), len(self.tokens) - 1)
 
     def start(self, allocator: PageAllocator) -> None:
-        """Hold the pages of the prompt as well: its tokens need not be computed again."""
+        """Hold the pages of the prompt as well, and its carry: its tokens need not be computed
+        again.
+        """
         assert self.prompt.is_ready, "a sample starts from a prompt in the cache"
         assert not self.pages, "a sample that runs does not start"
         for page in self.prompt.pages:
             allocator.share(page)
             self.add_page(page)
+        if self.prompt.carry >= 0:
+            allocator.carries.share(self.prompt.carry)
+        self.carry, self.carry_chunk = self.prompt.carry, self.prompt.carry_chunk
         self.cached = self.prompt.cached
 
     def accept(

@@ -4,7 +4,7 @@ import os
 
 from isobit.config.recipes import Recipe
 from isobit.config.rollout import RolloutConfig, RunRolloutConfig
-from isobit.memory.cache_size import choose_num_pages
+from isobit.memory.cache_size import choose_cache_size
 from isobit.models.folder import LoadedModel
 from isobit.models.policy_share import PublishedShare
 from isobit.models.tensor_parallel import check_shared_by
@@ -54,7 +54,7 @@ def make_engine(
         return VllmServers(model.policy, rollout, key, model.tokenizer, model.folder)
     from isobit.rollout.vllm_engine import VllmEngine
 
-    pages = choose_num_pages(model.policy, rollout)
+    pages = choose_cache_size(model.policy, rollout).pages
     return VllmEngine(model.policy, rollout, model.tokenizer, seed, pages)
 
 

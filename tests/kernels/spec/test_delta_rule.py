@@ -24,7 +24,7 @@ from isobit.kernels.sizes import AttentionShape, WorkShape
 from isobit.kernels.spec import sizes
 from isobit.kernels.spec.delta_rule import (
     CHUNK,
-    DeltaPages,
+    DeltaCarries,
     PackedDelta,
     PagedDelta,
     Rows,
@@ -117,40 +117,50 @@ def test_output_is_as_near_to_fp64_as_theirs(seed: int) -> None:
 
 @dataclass
 class Rollout:
-    """Sequences whose tokens come in parts, over the pages of a cache."""
+    """Sequences whose tokens come in parts, with what each carries in one of a few carries."""
 
     given: DeltaInputs
     learnt: DeltaWeights
     lengths: Sequence[int]
 
     def __post_init__(self) -> None:
-        pages = [-(-length // CHUNK) for length in self.lengths]
-        order = list(range(sum(pages) + 3))
-        random.shuffle(order)
-        self.tables = [[order.pop() for _ in range(count)] for count in pages]
-        self.pages = DeltaPages(
-            SHAPE, sum(pages) + 3, self.given.x.dtype, lambda n, d: torch.full(n, 7.0, dtype=d)
+        count = 2 * len(self.lengths) + 1
+        self.free = list(range(count))
+        random.shuffle(self.free)
+        self.held: dict[int, tuple[int, int]] = {}
+        """Of each sequence that has begun its carry, and the chunk in it."""
+        self.carries = DeltaCarries(
+            SHAPE, count, self.given.x.dtype, lambda n, d: torch.full(n, torch.nan, dtype=d)
         )
         self.output = torch.empty(sum(self.lengths), SHAPE.values, dtype=self.given.x.dtype).fill_(
             torch.nan
         )
 
-    def put(self, parts: dict[int, tuple[int, int]]) -> None:
-        """Of each sequence the tokens first to last - 1."""
-        width = max(map(len, self.tables))
-        table = torch.tensor([(self.tables[n] + [0] * width)[:width] for n in parts])
+    def put(self, parts: dict[int, tuple[int, int]], settled: int | None = None) -> None:
+        """Of each sequence the tokens first to last - 1, of which those before ``settled`` stay; by
+        default all.
+        """
         spans = [torch.arange(first, last) for first, last in parts.values()]
         starts = [_spans(self.lengths)[n].start for n in parts]
         tokens = torch.cat([start + span for start, span in zip(starts, spans, strict=True)])
-        slots = [
-            torch.tensor(self.tables[n])[span // CHUNK] * CHUNK + span % CHUNK
-            for n, span in zip(parts, spans, strict=True)
-        ]
         lasts = tuple(last for _, last in parts.values())
-        batch = PagedBatch(tuple(map(len, spans)), lasts, table, torch.cat(slots))
+        reads, writes = list[int](), list[int]()
+        for n, (_, last) in parts.items():
+            carry, chunk = self.held.get(n, (-1, -1))
+            reads.append(carry)
+            writes.append(carry if (last - 1) // CHUNK == chunk else self.free.pop())
+        carries, none = torch.tensor([reads, writes]), torch.zeros(len(parts), 0, dtype=torch.int64)
+        batch = PagedBatch(tuple(map(len, spans)), lasts, none, none, carries)
         part = self.given.map(lambda one: one[tokens])
-        made = PagedDelta(batch, torch.cat(spans)).forward(self.pages, part, self.learnt)
+        made = PagedDelta(batch).forward(self.carries, part, self.learnt)
         self.output[tokens] = made
+        for n, read, write, last in zip(parts, reads, writes, lasts, strict=True):
+            chunk = ((last if settled is None else settled) - 1) // CHUNK
+            if read >= 0 and chunk == self.held[n][1]:
+                read, write = write, read
+            self.held[n] = write, chunk
+            if read not in (-1, write):
+                self.free.append(read)
 
 
 @settings(max_examples=examples(8), deadline=None)
@@ -162,7 +172,7 @@ class Rollout:
 def test_parts_have_the_bits_of_the_whole(
     seed: int, lengths: list[int], dtype: torch.dtype
 ) -> None:
-    """Whatever is in the pages before, however tokens come, and whoever comes with them."""
+    """Whatever is in the carries before, however tokens come, and whoever comes with them."""
     learnt = weights(seed, dtype)
     given = inputs(sum(lengths), dtype)
     expected, _ = PackedDelta(tuple(lengths)).forward(given, learnt)
@@ -182,47 +192,75 @@ def test_parts_have_the_bits_of_the_whole(
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 3])
-@pytest.mark.parametrize("at", [60, 62, 63, 64])
+@pytest.mark.parametrize("at", [1, 60, 62, 63, 64, 65, 127])
 def test_rows_of_guesses_that_are_rejected_leave_nothing(at: int, accepted: int) -> None:
-    """Guesses from position ``at`` on, over the end of a page; wrong ones are overwritten."""
+    """A row at position ``at``, and guesses behind it, over the end of a chunk; wrong ones are
+    overwritten.
+    """
     learnt = weights()
-    right, wrong = inputs(100), inputs(100)
+    right, wrong = inputs(140), inputs(140)
     random.seed(0)
-    rollout = Rollout(right, learnt, [100])
+    rollout = Rollout(right, learnt, [140])
     rollout.put({0: (0, at)})
-    rollout.given = right.map(lambda one: one.clone())
-    for one, other in zip(
-        (rollout.given.x, rollout.given.a, rollout.given.b),
-        (wrong.x, wrong.a, wrong.b),
-        strict=True,
-    ):
-        one[at + accepted :] = other[at + accepted :]
-    rollout.put({0: (at, at + 8)})
+    for count in (8, 3):
+        rollout.given = right.map(lambda one: one.clone())
+        for one, other in zip(
+            (rollout.given.x, rollout.given.a, rollout.given.b),
+            (wrong.x, wrong.a, wrong.b),
+            strict=True,
+        ):
+            one[at + 1 + accepted :] = other[at + 1 + accepted :]
+        rollout.put({0: (at, at + 1 + count)}, settled=at + 1 + accepted)
+        at += 1 + accepted
     rollout.given = right
-    rollout.put({0: (at + accepted, at + accepted + 1)})
-    rollout.put({0: (at + accepted + 1, 100)})
-    assert torch.equal(rollout.output, PackedDelta((100,)).forward(right, learnt)[0])
+    rollout.put({0: (at, at + 1)})
+    rollout.put({0: (at + 1, 140)})
+    assert torch.equal(rollout.output, PackedDelta((140,)).forward(right, learnt)[0])
 
 
-def test_a_copied_page_goes_on_alone() -> None:
-    """Two samples of a prompt that ends within a page."""
+@pytest.mark.parametrize("taken", [1, 64])
+def test_the_first_row_of_a_chunk_is_computed_again_from_its_own_carry(taken: int) -> None:
+    """A sequence that comes back may stand a token before the end of what it carries."""
+    learnt, given = weights(), inputs(140)
+    random.seed(0)
+    rollout = Rollout(given, learnt, [140])
+    rollout.put({0: (0, 64)})
+    rollout.put({0: (64, 65)})
+    rollout.output[64:65] = torch.nan
+    rollout.put({0: (64, 64 + taken)})
+    rollout.put({0: (64 + taken, 140)})
+    assert torch.equal(rollout.output, PackedDelta((140,)).forward(given, learnt)[0])
+
+
+@pytest.mark.parametrize("begun", [80, 64])
+def test_two_samples_of_a_prompt_go_on_alone(begun: int) -> None:
+    """From a copy of its carry if it ends within a chunk, and else from the same one, which neither
+    changes.
+    """
     learnt = weights()
     both, other = inputs(100), inputs(100)
     random.seed(0)
     rollout = Rollout(both, learnt, [100])
-    rollout.put({0: (0, 80)})
-    spare = next(n for n in range(5) if n not in rollout.tables[0])
-    for tensor in rollout.pages.tensors:
-        tensor[spare] = tensor[rollout.tables[0][1]]
-    rollout.put({0: (80, 100)})
+    rollout.put({0: (0, begun)})
+    prompt, chunk = rollout.held[0]
+    if begun % CHUNK:
+        spare = rollout.free.pop()
+        for tensor in rollout.carries.tensors:
+            tensor[spare] = tensor[prompt]
+        prompt, rollout.held[0] = spare, (prompt, chunk)
+    kept = [tensor[prompt].view(torch.uint8).clone() for tensor in rollout.carries.tensors]
+    rollout.put({0: (begun, 100)})
+    for tensor, before in zip(rollout.carries.tensors, kept, strict=True):
+        assert torch.equal(tensor[prompt].view(torch.uint8), before)
     first = rollout.output.clone()
     for name in ("x", "a", "b"):
-        getattr(both, name)[80:] = getattr(other, name)[80:]
-    rollout.tables[0][1] = spare
-    rollout.put({0: (80, 100)})
+        getattr(both, name)[begun:] = getattr(other, name)[begun:]
+    rollout.held[0] = prompt, chunk
+    rollout.free = [one for one in rollout.free if one != prompt]
+    rollout.put({0: (begun, 100)})
     assert torch.equal(rollout.output, PackedDelta((100,)).forward(both, learnt)[0])
-    assert torch.equal(rollout.output[:80], first[:80])
-    assert not torch.equal(rollout.output[80:], first[80:])
+    assert torch.equal(rollout.output[:begun], first[:begun])
+    assert not torch.equal(rollout.output[begun:], first[begun:])
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -65,26 +65,29 @@ def test_a_token_is_read_as_it_was_encoded_and_others_stay(mixed: PrecisionFlow)
 
 
 @pytest.mark.parametrize("flow", ["fp32", "int8"])
-def test_a_page_of_a_delta_rule_is_copied_and_cleared_with_the_others(flow: str) -> None:
+def test_carries_of_delta_rules_are_of_the_promised_size_and_copied_in_all_layers(
+    flow: str,
+) -> None:
     rule = DeltaShape(key_heads=1, value_heads=2, key_dim=8, value_dim=4, width=4)
     shape = replace(SHAPE, delta=rule, delta_layers=(0, 2))
     mixed = shape.flow(flow)
-    cache = SpecKvCache(shape, mixed, 4)
+    cache = SpecKvCache(shape, mixed, 5, 4)
     assert sorted(cache.layers) == [1] and sorted(cache.delta) == [0, 2]
     held = [x for arena in cache.layers.values() for x in (arena.values, arena.scales)]
-    of_rules = [x for pages in cache.delta.values() for x in pages.tensors]
-    assert sum(x.nbytes for x in (*held, *of_rules)) == 4 * sizes.page_bytes(shape, mixed)
-    for x in of_rules:
+    assert sum(x.nbytes for x in held) == 5 * sizes.page_bytes(shape, mixed)
+    carried = [x for carries in cache.delta.values() for x in carries.tensors]
+    assert sum(x.nbytes for x in carried) == 4 * sizes.carry_bytes(shape, mixed)
+    assert sizes.carry_bytes(SHAPE, mixed) == 0
+    for x in carried:
         x.copy_(torch.randn(x.shape))
-    before = [x.clone() for x in of_rules]
+    before = [x.clone() for x in carried]
+    cache.copy_carries([0, 1], [3, 2])
     cache.copy_pages([0, 1], [3, 2])
-    for x, old in zip(of_rules, before, strict=True):
-        assert torch.equal(x[[3, 2, 0, 1]], old[[0, 1, 0, 1]])
     cache.clear_pages([1, 3])
-    for x, old in zip(of_rules, before, strict=True):
-        assert not x[[1, 3]].any() and torch.equal(x[[0, 2]], old[[0, 1]])
+    for x, old in zip(carried, before, strict=True):
+        assert torch.equal(x[[3, 2, 0, 1]], old[[0, 1, 0, 1]])
     cache.clear()
-    assert not any(x.any() for x in of_rules)
+    assert not any(x.any() for x in carried)
 
 
 def test_pages_are_copied_in_all_layers_and_cleared_in_place() -> None:

@@ -116,8 +116,10 @@ class SpecBackend:
 
     checksum = staticmethod(checksum)
 
-    def kv_cache(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> KvCache:
-        return SpecKvCache(shape, flow, num_pages)
+    def kv_cache(
+        self, shape: KvShape, flow: PrecisionFlow, num_pages: int, num_carries: int
+    ) -> KvCache:
+        return SpecKvCache(shape, flow, num_pages, num_carries)
 
     def paged_attention(
         self, cache: KvCache, batch: PagedBatch, positions: torch.Tensor

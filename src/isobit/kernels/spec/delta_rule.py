@@ -21,9 +21,12 @@ and a packed batch give the same bits.  Every sum over a vector is a product on 
 two a row, S0 one a column, u one a row, which the factor of the row takes up.  All else is
 elementwise or a sum of fixed length, in FP32.
 
-**Pages.**  A page of the KV cache holds a chunk: x, k, u and G of its rows, and S0.  What is
-computed of a page needs the page before it for S0 and the last inputs of the convolution, and no
-other.  Whoever writes row 0 computes S0 anew, so that a guess that was rejected leaves nothing.
+**Carries.**  What a sequence carries from one forward to the next is the chunk of its last token:
+x, k, u and G of the rows that have come, S0, and the last inputs in front of the chunk, which the
+convolution reads.  A forward reads one carry.  It puts new rows of that chunk into it, and where
+its last row is of a later chunk writes all of that chunk's carry to another; states in between last
+as long as the forward.  So a guess over the end of a chunk that is rejected leaves the first as it
+was before, but for rows that are written again, and the other is written anew.
 
 The backward is that of the same formulas in FP32, without the grid, chunk by chunk from the end.
 
@@ -36,6 +39,7 @@ from dataclasses import dataclass
 import torch
 
 from isobit.kernels.operands import (
+    DELTA_CHUNK,
     DeltaGradients,
     DeltaInputs,
     DeltaShape,
@@ -46,7 +50,7 @@ from isobit.kernels.operands import (
 from isobit.kernels.spec.pointwise import gated, inverse_rms, row_sum
 from isobit.kernels.spec.qkv import Heads, factors
 
-CHUNK = 64
+CHUNK = DELTA_CHUNK
 Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 _EPSILON = 1e-6  # of the lengths of q and k
 
@@ -413,13 +417,15 @@ def _empty(state: torch.Tensor) -> Chunks:
     return Chunks(keys, updates, torch.zeros(rows, dtype=torch.float32), state)
 
 
-class DeltaPages:
-    """What pages of the KV cache hold of one layer: a chunk each, and its inputs."""
+class DeltaCarries:
+    """What sequences carry of one layer: a chunk each as far as it has come, and its inputs behind
+    the last ones in front of it.
+    """
 
-    def __init__(self, shape: DeltaShape, num_pages: int, dtype: torch.dtype, zeros: Zeros) -> None:
+    def __init__(self, shape: DeltaShape, count: int, dtype: torch.dtype, zeros: Zeros) -> None:
         """``zeros`` makes tensors."""
-        heads = num_pages, shape.value_heads
-        self.inputs = zeros((num_pages, CHUNK, shape.channels), dtype)
+        heads = count, shape.value_heads
+        self.inputs = zeros((count, shape.width - 1 + CHUNK, shape.channels), dtype)
         self.keys = zeros((*heads, CHUNK, shape.key_dim), torch.float32)
         self.updates = zeros((*heads, CHUNK, shape.value_dim), torch.float32)
         self.decays = zeros((*heads, CHUNK), torch.float32)
@@ -427,106 +433,189 @@ class DeltaPages:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Of each the first dimension is pages."""
+        """Of each the first dimension is carries."""
         return self.inputs, self.keys, self.updates, self.decays, self.states
 
-    def read(self, pages: torch.Tensor) -> Chunks:
-        """Those of pages int64 [n], copied."""
+    def read(self, carries: torch.Tensor) -> Chunks:
+        """Chunks of carries int64 [n], copied."""
         held = self.keys, self.updates, self.decays, self.states
-        keys, updates, decays, states = (one.index_select(0, pages) for one in held)
+        keys, updates, decays, states = (one.index_select(0, carries) for one in held)
         return Chunks(keys, updates, decays, states)
 
-    def write(self, pages: torch.Tensor, chunks: Chunks) -> None:
-        self.keys[pages], self.updates[pages] = chunks.keys, chunks.updates
-        self.decays[pages], self.states[pages] = chunks.decays, chunks.state
+    def write(self, carries: torch.Tensor, chunks: Chunks, which: torch.Tensor) -> None:
+        """Put those of the chunks that ``which``, bool [n], says into carries int64 [n]."""
+        if bool(which.any()):
+            to = carries[which]
+            self.keys[to], self.updates[to] = chunks.keys[which], chunks.updates[which]
+            self.decays[to], self.states[to] = chunks.decays[which], chunks.state[which]
 
 
 @dataclass(frozen=True, slots=True)
-class _Segments:
-    """New rows of n pages of different sequences, int64 [n] each."""
+class _Step:
+    """New rows of one chunk each of n sequences, int64 [n] each."""
 
-    pages: torch.Tensor
-    before: torch.Tensor  # the page before each; -1 where there is none
-    first: torch.Tensor  # the first new row
+    first: torch.Tensor  # the first new row of the chunk
     counts: torch.Tensor
     tokens: torch.Tensor  # the token of that row
+    is_last: torch.Tensor  # bool: whether the sequence has no new rows behind them
+
+
+@dataclass(frozen=True, slots=True)
+class _Company:
+    """A few sequences, those first that have new rows in most chunks; a step each of these chunks,
+    for as many of the sequences as have one.
+    """
+
+    reads: torch.Tensor
+    writes: torch.Tensor
+    steps: tuple[_Step, ...]
 
 
 class PagedDelta:
-    """The delta rule of the rollout over the pages of a cache; one object serves all layers of a
+    """The delta rule of the rollout over the carries of a cache; one object serves all layers of a
     forward.
     """
 
-    def __init__(self, batch: PagedBatch, positions: torch.Tensor) -> None:
-        """``positions`` int64 [T], of the new tokens."""
-        self._batch, self._positions = batch, positions
-        self._steps = _segments(batch)
-        self._before: torch.Tensor | None = None
+    def __init__(self, batch: PagedBatch) -> None:
+        assert batch.carries is not None, "sequences of a model with delta rules have carries"
+        self._reads, self._writes = batch.carries
+        self._counts, self._lengths = torch.tensor(batch.counts), torch.tensor(batch.lengths)
+        self._companies = _companies(batch, self._reads, self._writes)
+        self._inputs: _Inputs | None = None
 
     def forward(
-        self, pages: DeltaPages, inputs: DeltaInputs, weights: DeltaWeights
+        self, carries: DeltaCarries, inputs: DeltaInputs, weights: DeltaWeights
     ) -> torch.Tensor:
         """-> o [T, H dv] in the dtype of x."""
-        pages.inputs.flatten(0, 1)[self._batch.slots] = inputs.x
-        rows = rows_of(inputs, self._windows(pages, weights.shape.width), weights)
+        if self._inputs is None:
+            sequences = self._reads, self._writes, self._counts, self._lengths
+            self._inputs = _Inputs.of(*sequences, weights.shape.width)
+        windows = self._inputs.windows(carries, inputs.x)
+        self._inputs.keep(carries, inputs.x, windows)
+        rows = rows_of(inputs, windows, weights)
         output = torch.empty(rows.v.shape, dtype=torch.float32)
-        for step in self._steps:
-            chunks = pages.read(step.pages)
-            begins, follows = step.first == 0, step.before >= 0
-            chunks.state[begins] = 0.0
-            if bool((begins & follows).any()):
-                ends = pages.read(step.before[begins & follows])
-                chunks.state[begins & follows] = ends.next_state()
-            places = torch.arange(int(step.counts.max()))
-            index = step.tokens[:, None] + torch.minimum(places, step.counts[:, None] - 1)
-            made = chunks.add(rows.take(index), step.first, step.counts)
-            _put(output, index, step.counts, made)
-            pages.write(step.pages, chunks)
+        for company in self._companies:
+            chunks = carries.read(company.reads.clamp(min=0))
+            for number, step in enumerate(company.steps):
+                n = len(step.first)
+                reads, writes = company.reads[:n], company.writes[:n]
+                # a sequence that writes what it reads goes on in that chunk, at whatever row
+                begins = (step.first == 0) & ((reads != writes) | (number > 0))
+                chunks = _begun(chunks.first(n), begins, (reads >= 0) | (number > 0))
+                places = torch.arange(int(step.counts.max()))
+                index = step.tokens[:, None] + torch.minimum(places, step.counts[:, None] - 1)
+                made = chunks.add(rows.take(index), step.first, step.counts)
+                _put(output, index, step.counts, made)
+                if number == 0:
+                    carries.write(reads, chunks, ~begins & ~step.is_last)
+                carries.write(writes, chunks, step.is_last)
         return rounded(output.flatten(1), inputs.x.dtype)
 
-    def _windows(self, pages: DeltaPages, width: int) -> torch.Tensor:
-        """[width, T, channels]: zeros in front of a sequence."""
-        if self._before is None:
-            self._before = self._slots_before(width)
-        held = pages.inputs.flatten(0, 1)
-        found = [held.index_select(0, slots.clamp(min=0)) for slots in self._before]
-        hidden = self._before < 0
-        return torch.stack(found).masked_fill_(hidden[..., None], 0)
 
-    def _slots_before(self, width: int) -> torch.Tensor:
-        """int64 [width, T]: the slots of each token's last tokens, its own at the end; -1 for
-        none.
-        """
-        owner = torch.repeat_interleave(
-            torch.arange(len(self._batch.counts)), torch.tensor(self._batch.counts)
-        )
-        back = torch.arange(width - 1, -1, -1)[:, None]
-        seen = self._positions - back
-        page = self._batch.block_table[owner, seen.clamp(min=0) // CHUNK]
-        return torch.where(seen >= 0, page * CHUNK + seen % CHUNK, -1)
-
-
-def _segments(batch: PagedBatch) -> list[_Segments]:
-    """The first page of each sequence that has new rows, then the second of those that have one,
-    and so on, of a few sequences at a time.
+def _begun(chunks: Chunks, begins: torch.Tensor, follows: torch.Tensor) -> Chunks:
+    """The chunks, or where one ``begins`` the empty one behind it, of which it ``follows`` unless
+    the sequence begins; bool [n] each.
     """
-    steps: list[list[tuple[int, int, int, int, int]]] = []
+    if not bool(begins.any()):
+        return chunks
+    held = chunks.keys, chunks.updates, chunks.decays, chunks.state
+    before = Chunks(*(one[begins] for one in held)).next_state()
+    before[~follows[begins]] = 0.0
+    empty = _empty(before)
+    if bool(begins.all()):
+        return empty
+    for one, new in zip(held, (empty.keys, empty.updates, empty.decays, before), strict=True):
+        one[begins] = new
+    return chunks
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """Places of the inputs that a forward's convolution reads, and of those that it leaves in
+    carries; rows are those of ``inputs`` of all carries laid end to end.
+    """
+
+    own: torch.Tensor  # int64 [width, T]: the last tokens of each, its own at the end, if new
+    held: torch.Tensor  # int64 [width, T]: if they are not, their rows of carries; -1 for none
+    kept: torch.Tensor  # int64 [2, n]: tokens, and the rows that they go to
+    begun: torch.Tensor  # int64 [2, n]: tokens that begin a carry, and the carry
+
+    @classmethod
+    def of(
+        cls,
+        reads: torch.Tensor,
+        writes: torch.Tensor,
+        counts: torch.Tensor,
+        lengths: torch.Tensor,
+        width: int,
+    ) -> "_Inputs":
+        """The places of B sequences, int64 [B] each."""
+        owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        firsts, begin = (lengths - counts)[owner], (counts.cumsum(0) - counts)[owner]
+        read, written = reads[owner], writes[owner]
+        token = torch.arange(len(owner))
+        position = firsts + token - begin
+        back = torch.arange(width - 1, -1, -1)[:, None]
+        own = token - back
+        last_chunk = ((lengths - 1) // CHUNK)[owner]
+        # of what is read: where it is written as well, a sequence may stand at its first row
+        read_chunk = torch.where(read == written, last_chunk, (firsts - 1) // CHUNK)
+        rows = CHUNK + width - 1
+
+        def places(carry: torch.Tensor, chunk: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+            return carry * rows + width - 1 + at - chunk * CHUNK
+
+        seen = position - back
+        is_held = (own < begin) & (seen >= 0)
+        held = torch.where(is_held, places(read, read_chunk, seen), -1)
+        chunk = position // CHUNK
+        to_last, to_read = chunk == last_chunk, (chunk == read_chunk) & (read >= 0)
+        carry = torch.where(to_last, written, read)
+        kept = torch.stack([token, places(carry, chunk, position)])[:, to_last | to_read]
+        begins = to_last & (position == last_chunk * CHUNK) & (read != written)
+        begun = torch.stack([token, written])[:, begins]
+        return cls(own.where(own >= begin, -1), held, kept, begun)
+
+    def windows(self, carries: DeltaCarries, x: torch.Tensor) -> torch.Tensor:
+        """[width, T, channels]: zeros in front of a sequence."""
+        found = x[self.own.clamp(min=0)]
+        found[self.own < 0] = 0
+        is_held = self.held >= 0
+        found[is_held] = carries.inputs.flatten(0, 1)[self.held[is_held]]
+        return found
+
+    def keep(self, carries: DeltaCarries, x: torch.Tensor, windows: torch.Tensor) -> None:
+        """Leave inputs of new rows in carries, and those in front of a chunk that begins."""
+        tokens, rows = self.kept
+        carries.inputs.flatten(0, 1)[rows] = x[tokens]
+        tokens, begun = self.begun
+        width = len(windows)
+        carries.inputs[begun, : width - 1] = windows[: width - 1, tokens].transpose(0, 1)
+
+
+def _companies(batch: PagedBatch, reads: torch.Tensor, writes: torch.Tensor) -> Sequence[_Company]:
+    """A few sequences at a time, those together that have new rows in about as many chunks."""
+    parts: list[list[tuple[int, int, int, bool]]] = []
     token = 0
-    for place, (count, length) in enumerate(zip(batch.counts, batch.lengths, strict=True)):
-        position, table = length - count, batch.block_table[place]
-        for step in range((length - 1) // CHUNK - position // CHUNK + 1):
-            page, first = divmod(position, CHUNK)
+    for count, length in zip(batch.counts, batch.lengths, strict=True):
+        position, its = length - count, list[tuple[int, int, int, bool]]()
+        while position < length:
+            first = position % CHUNK
             rows = min(CHUNK - first, length - position)
-            before = int(table[page - 1]) if page else -1
-            if step == len(steps):
-                steps.append([])
-            steps[step].append((int(table[page]), before, first, rows, token))
+            its.append((first, rows, token, position + rows == length))
             position, token = position + rows, token + rows
-    found: list[_Segments] = []
-    for step in steps:
-        for part in torch.tensor(step).split(SEQUENCES):
-            pages, before, first, counts, tokens = part.unbind(1)
-            found.append(_Segments(pages, before, first, counts, tokens))
+        parts.append(its)
+    order = sorted(range(len(parts)), key=lambda place: -len(parts[place]))
+    found = list[_Company]()
+    for start in range(0, len(order), SEQUENCES):
+        members = order[start : start + SEQUENCES]
+        steps = list[_Step]()
+        for number in range(len(parts[members[0]])):
+            its = [parts[place][number] for place in members if len(parts[place]) > number]
+            first, rows, tokens, is_last = torch.tensor(its).unbind(1)
+            steps.append(_Step(first, rows, tokens, is_last.bool()))
+        index = torch.tensor(members)
+        found.append(_Company(reads[index], writes[index], tuple(steps)))
     return found
 
 

@@ -5,6 +5,8 @@ decodes, or a chunk of its prompt.
 page is a KV tile: tile j of a sequence is page j of its block table, so page boundaries and
 summation boundaries coincide.  Layout per layer: values [2 (K, V), page, KV head, token, dim] in
 E4M3, INT8, BF16 or FP32, and their scales [2, page, KV head, token], bytes or, of INT8, FP32.
+Layers with a delta rule have no pages: a sequence has a carry of all of them
+(``isobit.kernels.spec.delta_rule``).
 
 **Attention** writes new K and V to their slots first; then each query attends over its sequence's
 pages with the arithmetic of ``isobit.kernels.spec.attention``.  Sequences with one new token form
@@ -32,7 +34,7 @@ from isobit.kernels.operands import (
     rounded,
 )
 from isobit.kernels.spec.attention import TILE, KeyTile, attend
-from isobit.kernels.spec.delta_rule import DeltaPages, PagedDelta
+from isobit.kernels.spec.delta_rule import DeltaCarries, PagedDelta
 from isobit.kernels.spec.qkv import Heads, RopeRows, fixed_bytes, transform_qkv
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import DTYPES, E4M3, Format
@@ -42,13 +44,15 @@ _ALIGNED = 64  # bytes
 
 
 class SpecKvCache:
-    """Pages of K and V for all layers; the scheduler decides which page belongs to which
-    sequence.
+    """Pages of K and V for all layers with attention, and carries for those with a delta rule; the
+    scheduler decides which of them belong to which sequence.
     """
 
     page_tokens = PAGE_TOKENS
 
-    def __init__(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> None:
+    def __init__(
+        self, shape: KvShape, flow: PrecisionFlow, num_pages: int, num_carries: int = 0
+    ) -> None:
         self.num_pages = num_pages
         self.formats = kv_formats(shape, flow)
         pages = (2, num_pages, shape.num_kv_heads, PAGE_TOKENS)
@@ -56,11 +60,11 @@ class SpecKvCache:
             layer: _empty_heads(pages, shape.head_dim, format)
             for layer, format in self.formats.items()
         }
-        self.delta = dict[int, DeltaPages]()
+        self.delta = dict[int, DeltaCarries]()
         if shape.delta is not None:
             dtype = DTYPES[flow.rollout.activations]
             for layer in shape.delta_layers:
-                self.delta[layer] = DeltaPages(shape.delta, num_pages, dtype, _empty)
+                self.delta[layer] = DeltaCarries(shape.delta, num_carries, dtype, _empty)
 
     def write(
         self,
@@ -98,6 +102,12 @@ class SpecKvCache:
             for source, target in zip(sources, targets, strict=True):
                 tensor[:, target] = tensor[:, source]
 
+    def copy_carries(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy carries of every layer, ``sources[i]`` to ``targets[i]``."""
+        for carries in self.delta.values():
+            for tensor in carries.tensors:
+                tensor[list(targets)] = tensor[list(sources)]
+
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Set pages of every layer to zero, in place."""
         for tensor in self._by_page():
@@ -107,15 +117,15 @@ class SpecKvCache:
         """Set everything to zero, in place."""
         for tensor in self._by_page():
             tensor.zero_()
+        for carries in self.delta.values():
+            for tensor in carries.tensors:
+                tensor.zero_()
 
     def _by_page(self) -> Iterator[torch.Tensor]:
-        """All tensors, [.., page, ..]."""
+        """Keys, values and their scales, [2, page, ..]."""
         for arena in self.layers.values():
             yield _raw(arena.values)
             yield arena.scales
-        for pages in self.delta.values():
-            for tensor in pages.tensors:
-                yield tensor[None]
 
     def gather(self, layer: int, pages: torch.Tensor, width: int) -> Heads:
         """K and V of the first ``width`` tokens of the given pages, int64 [n] -> [2, n, G, width,
@@ -171,7 +181,7 @@ class PagedAttention:
         """``positions`` int64 [T], of the new tokens."""
         self._cache, self._slots = cache, batch.slots
         self._rope = RopeRows(positions)
-        self._delta = PagedDelta(batch, positions) if cache.delta else None
+        self._delta = PagedDelta(batch) if cache.delta else None
         counts = torch.tensor(batch.counts)
         lengths = torch.tensor(batch.lengths)
         starts = counts.cumsum(0) - counts
@@ -204,7 +214,7 @@ class PagedAttention:
 
     def delta_rule(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> torch.Tensor:
         """-> [T, values]"""
-        assert self._delta is not None, "the cache has pages for it"
+        assert self._delta is not None, "the cache has carries for it"
         return self._delta.forward(self._cache.delta[layer], inputs, weights)
 
     def _attend(

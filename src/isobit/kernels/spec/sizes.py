@@ -5,7 +5,7 @@ a is the bytes of an activation (2, or 4 in fp32), f those of a number of Q, K, 
     matrix       N K and 4 per 128x128 block in E4M3 or row in INT8, otherwise 2 or 4 N K
     KV page      2 * 64 G (D f + 1)                             one byte of scale per vector, 4 of
                                                                 INT8
-    delta page   64 a channels + 4 H (64 (dk + dv + 1) + dk dv)
+    carry        of a delta rule, a (63 + width) channels + 4 H (64 (dk + dv + 1) + dk dv)
     encoded      (H + 2 G) (D f + 1) + 4 H                      and one log-sum-exp per query
     workspaces   the largest of these, which are never alive together:
       GEMM       8 T K + 8 N K + 16 T N                         operands and product in FP64, of
@@ -25,7 +25,14 @@ Workspaces are upper estimates of short-lived tensors.
 from collections.abc import Mapping
 
 from isobit.kernels.operands import DeltaShape, KvShape, kv_formats
-from isobit.kernels.sizes import AttentionShape, DeltaBytes, ExpertBytes, ExpertsShape, WorkShape
+from isobit.kernels.sizes import (
+    AttentionShape,
+    DeltaBytes,
+    ExpertBytes,
+    ExpertsShape,
+    WorkShape,
+    delta_carry_bytes,
+)
 from isobit.kernels.spec.attention import GROUP_TOKENS, QUERY_BLOCK, TILE
 from isobit.kernels.spec.delta_rule import SEQUENCES
 from isobit.kernels.spec.head import CHUNK
@@ -39,19 +46,10 @@ logits_at_once = CHUNK
 
 def page_bytes(shape: KvShape, flow: PrecisionFlow) -> int:
     vectors = 2 * page_tokens * shape.num_kv_heads
-    heads = sum(vectors * _vector(shape.head_dim, one) for one in kv_formats(shape, flow).values())
-    if shape.delta is None:
-        return heads
-    activation = DTYPES[flow.rollout.activations].itemsize
-    return heads + len(shape.delta_layers) * delta_page_bytes(shape.delta, activation)
+    return sum(vectors * _vector(shape.head_dim, one) for one in kv_formats(shape, flow).values())
 
 
-def delta_page_bytes(shape: DeltaShape, activation: int) -> int:
-    """A chunk of a delta rule: its inputs, and in FP32 keys, updates, decays and the state in front
-    of it.
-    """
-    head = page_tokens * (shape.key_dim + shape.value_dim + 1) + shape.key_dim * shape.value_dim
-    return activation * page_tokens * shape.channels + 4 * shape.value_heads * head
+carry_bytes = delta_carry_bytes
 
 
 def _vector(head_dim: int, format: Format) -> int:

@@ -93,6 +93,10 @@ class GpuKvCache:
             values, paged.value_scales[pages, :, offsets]
         )
 
+    def copy_carries(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """There are none."""
+        assert not sources, "models with delta rules are refused on a GPU"
+
     def clear_pages(self, pages: Sequence[int]) -> None:
         for arena in self._arenas.values():
             index = to_device(torch.tensor(pages), arena.values.device)

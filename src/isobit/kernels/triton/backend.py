@@ -100,7 +100,10 @@ class TritonBackend:
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return table.index_select(0, token_ids)
 
-    def kv_cache(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> KvCache:
+    def kv_cache(
+        self, shape: KvShape, flow: PrecisionFlow, num_pages: int, num_carries: int
+    ) -> KvCache:
+        assert num_carries == 0, "models with delta rules are refused on a GPU"
         return attend.GpuKvCache(shape, flow, num_pages, self.device)
 
     def paged_attention(

@@ -19,7 +19,14 @@ and 4 a row.
 from collections.abc import Callable, Mapping
 
 from isobit.kernels.operands import LOGITS_CHUNK, DeltaShape, KvShape, kv_formats
-from isobit.kernels.sizes import AttentionShape, DeltaBytes, ExpertBytes, ExpertsShape, WorkShape
+from isobit.kernels.sizes import (
+    AttentionShape,
+    DeltaBytes,
+    ExpertBytes,
+    ExpertsShape,
+    WorkShape,
+    delta_carry_bytes,
+)
 from isobit.kernels.triton.heads import PAGE_TOKENS
 from isobit.precision.flow import PrecisionFlow, Site
 from isobit.precision.quant_tensor import (
@@ -80,6 +87,9 @@ def page_bytes(shape: KvShape, flow: PrecisionFlow) -> int:
         vectors * (shape.head_dim * DTYPES[format].itemsize + _SCALE.get(format, 0))
         for format in page_formats(shape, flow)
     )
+
+
+carry_bytes = delta_carry_bytes
 
 
 def matrix(site: Site, columns: int) -> int:
