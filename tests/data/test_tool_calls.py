@@ -35,6 +35,7 @@ PIECES = [
     *("{", "}", "[", "]", "(", ")", ",", ":", ";", "=", '"', "\\", "\n", " ", "add", "[add("),
     *('{"name": "add", "arguments": {"a": 1}}', '{"name": "add", "parameters": "{}"}', "null"),
     *("<function=add>", "<parameter=a>", "</parameter>", "</function>", "<function", "None"),
+    *("\u3000", "\x1c", "\t", "<parameter=a>\n"),
     *("NaN", "-Infinity", "1e999", "9" * 5000, "[" * 1500, '{"a":' * 1200, "\ud800", "\0", "é"),
 ]
 """What formats are made of, and what readers of JSON stumble over."""
@@ -240,6 +241,14 @@ WRITTEN = '{"name": "add", "arguments": {"a": 1}}'
         ("qwen3_coder", "It is `<tool_call>` that begins one", []),
         ("qwen3_coder", "<tool_call><function=sub><parameter=a>1</parameter></function>",
          [ToolCall("sub", {"a": "1"})]),
+        ("qwen3_coder", "<tool_call>\n<function=add>\n</function>\n<tool_call>\n<function=add>\n"
+         "</function>\n", [NONE, NONE]),
+        ("hermes", f"<tool_call>\n{WRITTEN}\n<tool_call>\n{WRITTEN}\n", [ADD, ADD]),
+        ("hermes", f"<tool_call>{WRITTEN}\u3000", [ADD]),
+        ("mistral", f"[TOOL_CALLS]{WRITTEN}\n", [ADD]),
+        ("llama3", f"{WRITTEN}\n", [ADD]),
+        ("llama3", f"{WRITTEN}; \x1c", [ADD]),
+        ("plain", "[add(a=1)]\n", [ADD]),
     ],
 )  # fmt: skip
 def test_other_spellings(form: ToolFormat, text: str, expected: list[Parsed]) -> None:
@@ -272,6 +281,12 @@ def test_no_arguments_are_written_in_many_ways(arguments: str | None) -> None:
         ("qwen3_coder", "<tool_call><function=add><parameter=a>1</function>",
          "parameter a: it does not end in </parameter>"),
         ("qwen3_coder", "<tool_call><function=add>1</function>", "a call ends in </function>"),
+        ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n", "it does not end in"),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>x</parameter><parameter=b>"
+         "<tool_call><function=add></function></tool_call></parameter></function></tool_call>",
+         "parameter a: invalid JSON"),
+        ("plain", "[add(a=1\n", "expected ',' or ')' behind an argument, found the end"),
+        ("plain", "[add(a=1, ", "argument 2: invalid JSON"),
         ("qwen3_coder", "<tool_call><function=add></function> 1", "text behind </function>: ' 1'"),
         ("llama3", '{"name": "add", "parameters": {"a": NaN}}', "NaN is no number of JSON"),
         ("llama3", "<|python_tag|>add(1)", "invalid JSON"),
@@ -286,6 +301,15 @@ def test_what_cannot_be_read_says_why(form: ToolFormat, text: str, problem: str)
     (found,) = calls_in(text, form)
     assert isinstance(found, MalformedCall)
     assert problem in found.problem
+
+
+def test_a_value_that_does_not_end_takes_no_other_call() -> None:
+    text = "<tool_call><function=add><parameter=a>1</function></tool_call>" + tagged(
+        ("add", {"a": 2})
+    )
+    broken, right = calls_in(text, "qwen3_coder")
+    assert isinstance(broken, MalformedCall) and "it does not end" in broken.problem
+    assert right == ToolCall("add", {"a": 2})
 
 
 def test_a_turn_with_too_many_calls_is_answered_up_to_the_limit() -> None:
@@ -319,15 +343,28 @@ def test_parameters_are_read_from_either_form_of_a_schema() -> None:
     ("schema", "text", "expected"),
     [
         ({"type": "string"}, "1", "1"),
+        ({"type": "str"}, "1", "1"),
+        ({"type": "STRING"}, "Paris", "Paris"),
+        ({"type": "date"}, "2020-01-01", "2020-01-01"),
         ({}, "1", "1"),
         (None, "[1]", "[1]"),
         ({"type": "number"}, " 1.5 ", 1.5),
         ({"type": "boolean"}, "False", False),
+        ({"type": "boolean"}, "TRUE", True),
         ({"type": ["string", "null"]}, "None", None),
         ({"type": ["string", "null"]}, "1", "1"),
         ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "12", 12),
         ({"oneOf": [{"type": "string"}, {"type": "array"}]}, "[1]", [1]),
         ({"anyOf": [{"type": "string"}, {"type": "array"}]}, "[1", "[1"),
+        ({"anyOf": [{"$ref": "#/$defs/Color"}, {"type": "null"}]}, "red", "red"),
+        ({"anyOf": [{"$ref": "#/$defs/Color"}, {"type": "null"}]}, "null", None),
+        ({"anyOf": [{"enum": ["a", "b"]}, {"type": "null"}]}, "a", "a"),
+        ({"anyOf": [{"const": "auto"}, {"type": "integer"}]}, "auto", "auto"),
+        ({"anyOf": [{"anyOf": [{"type": "integer"}]}, {"type": "null"}]}, "3", 3),
+        ({"anyOf": [{}, {"type": "null"}]}, "x", "x"),
+        ({"$ref": "#/$defs/Place"}, '{"a": 1}', {"a": 1}),
+        ({"allOf": [{"type": "object"}]}, '{"a": 1}', {"a": 1}),
+        ({"const": 3}, "3", 3),
         ({"type": "object"}, '{"a": null}', {"a": None}),
         ({"enum": ["1", "2"]}, "1", "1"),
         ({"enum": [1, 2]}, "1", 1),

@@ -101,5 +101,6 @@ def test_carries_are_for_the_sequences_that_run_and_within_two_thirds_of_the_mem
 
 def test_a_hybrid_without_room_for_a_page_beside_what_a_sequence_carries_is_told() -> None:
     flow, config = hybrid_flow("bf16"), RolloutConfig(kv_memory_gib=0.2)
-    with pytest.raises(ConfigError, match=r"0.2 holds no page .*, and what a sequence carries 0.2"):
+    told = r"0.2 holds no page .*, and the two states of a sequence 0.2"
+    with pytest.raises(ConfigError, match=told):
         cache_size_for(HYBRID, flow, config, spec_sizes)

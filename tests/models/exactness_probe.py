@@ -55,7 +55,9 @@ def paged(policy: Policy, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.
     """
     pages = -(-max(lengths) // 64)
     table = torch.arange(len(lengths) * pages).flip(0).view(len(lengths), pages)
-    cache = SpecKvCache(policy.config, policy.flow, table.numel())
+    carries = 0 if policy.config.delta is None else 2 * len(lengths)
+    cache = SpecKvCache(policy.config, policy.flow, table.numel(), carries)
+    held = [-1] * len(lengths)  # of each sequence the carry that it reads, one of its two
     starts = torch.tensor([0, *lengths]).cumsum(0)
     done = [0] * len(lengths)
     log_probs = torch.empty(ids.numel())
@@ -66,9 +68,14 @@ def paged(policy: Policy, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.
             [torch.arange(done[s], done[s] + c) for s, c in zip(members, counts, strict=True)]
         )
         slots = table[sequence, positions // 64] * 64 + positions % 64
+        reads = [held[s] for s in members]
         for s, c in zip(members, counts, strict=True):
+            if held[s] < 0 or (done[s] - 1) // 64 != (done[s] + c - 1) // 64:
+                held[s] = 2 * s + (held[s] == 2 * s)
             done[s] += c
-        batch = PagedBatch(tuple(counts), tuple(done[s] for s in members), table[members], slots)
+        carried = torch.tensor([reads, [held[s] for s in members]]) if carries else None
+        ends = tuple(done[s] for s in members)
+        batch = PagedBatch(tuple(counts), ends, table[members], slots, carried)
         rows = starts[sequence] + positions
         weights = policy.weights("rollout")
         attend = PagedAttention(cache, batch, positions)

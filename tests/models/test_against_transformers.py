@@ -10,6 +10,7 @@ theirs wherever their two largest logits are more than 0.01 apart.
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -146,7 +147,8 @@ def delta_nets(draw: st.DrawFn, layers: int, head_dim: int, rope: dict[str, Any]
     full = draw(st.integers(0, layers - 1))
     kinds = st.sampled_from(["linear_attention", "full_attention"])
     heads = draw(st.sampled_from([1, 2, 3]))
-    partial = draw(st.sampled_from([1.0, 0.5] if head_dim % 4 == 0 else [1.0]))
+    partials = [one for one in (1.0, 0.75, 0.5, 0.25) if head_dim * one % 2 == 0]
+    partial = draw(st.sampled_from(partials))
     return {
         "initializer_range": 0.05,
         "rope_parameters": rope | {"partial_rotary_factor": partial},
@@ -373,6 +375,26 @@ def test_layers_with_and_without_rotary_positions() -> None:
         )  # fmt: skip
         check_logits_and_gradients(config, 0)
         check_engine(config, 0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+def test_a_quarter_of_each_head_is_turned(family: str) -> None:
+    """As in the published models, whose norms of heads keep their elements apart."""
+    from transformers import AutoConfig
+
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2}
+    sizes |= dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 24)
+    config = AutoConfig.for_model(
+        family, vocab_size=50, hidden_size=48, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=256,
+        layer_types=["linear_attention", "full_attention"], linear_num_key_heads=1,
+        linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+        **(sizes if family in MIXTURES else {}), rope_parameters=rope, tie_word_embeddings=False,
+        initializer_range=0.05, pad_token_id=None, attn_implementation="eager",
+    )  # fmt: skip
+    check_logits_and_gradients(config, 0)
+    check_engine(config, 0)
 
 
 def test_gemma_in_bf16_scales_embeddings_and_norms_as_they_do() -> None:

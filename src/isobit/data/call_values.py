@@ -35,25 +35,42 @@ def shown_at(text: str, place: int) -> str:
     return repr(text[place : place + 20]) if place < len(text) else "the end"
 
 
-_SPELT = {"True": "true", "False": "false", "None": "null"}
-"""Values as templates write them, which are Python's, and as JSON does."""
+_SPELT = {"true": "true", "false": "false", "none": "null", "null": "null"}
+"""Words in small letters and JSON's for them: templates write Python's."""
 _TYPES: Mapping[type, str] = {str: "string", list: "array", dict: "object", type(None): "null"}
+_NAMES = {
+    **{name: name for name in ("string", "array", "object", "boolean", "number", "null")},
+    **dict.fromkeys(("str", "text"), "string"),
+    **dict.fromkeys(("integer", "int", "float"), "number"),
+    **{"bool": "boolean", "list": "array", "dict": "object", "none": "null"},
+}
+"""Names of types, as they are written in schemas in small letters, and JSON schema's; integers are
+numbers.
+"""
+_ANY = "any"
+_MOST_BRANCHES, _DEEPEST = 64, 4
+"""Of a schema, which is untrusted, what is read."""
 
 
 def typed(text: str, schema: Any) -> tuple[Any, str]:
-    """The value of a parameter, and what is wrong with it.  It is the text where the schema allows
-    one, or says nothing, unless the text is JSON of another type that the schema allows.
+    """The value of a parameter, and what is wrong with it.
+
+    It is what the text is in JSON, of a type that the schema allows, or else the text where the
+    schema allows texts. Where it allows anything, or is not understood, only objects and arrays are
+    read as JSON; without a schema all is text.
     """
-    types = _types_of(schema)
-    if types <= {"string"}:
+    types = _types_of(schema) if isinstance(schema, Mapping) else {"string"}
+    if types == {"string"}:
         return text, ""
-    spelt = _SPELT.get(text.strip(), text.strip())
+    spelt = text.strip()
+    spelt = _SPELT.get(spelt.lower(), spelt)
     value, problem, end = json_at(spelt, 0)
     if not problem and end < len(spelt):
         problem = f"there is text behind its value: {shown_at(spelt, end)}"
-    if "string" in types and (problem or _type_of(value) not in types):
-        return text, ""
-    return value, problem
+    of_any = {"array", "object"} if _ANY in types else set[str]()
+    if not problem and _type_of(value) in (types - {"string"}) | of_any:
+        return value, ""
+    return (text, "") if types & {"string", _ANY} else (value, problem)
 
 
 def _type_of(value: Any) -> str:
@@ -62,22 +79,18 @@ def _type_of(value: Any) -> str:
     return _TYPES.get(type(value), "number")
 
 
-def _types_of(schema: Any) -> set[str]:
-    """The types that a JSON schema allows, integers as numbers; none where it does not say."""
-    if not isinstance(schema, Mapping):
-        return set()
-    found = set[str]()
-    for each in [schema, *_list(schema.get("anyOf")), *_list(schema.get("oneOf"))]:
-        named = each.get("type") if isinstance(each, Mapping) else None
-        found |= {named} if isinstance(named, str) else set(filter(_is_text, _list(named)))
-    if not found:
-        found = {_type_of(one) for one in _list(schema.get("enum"))}
-    return {"number" if one == "integer" else one for one in found}
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _types_of(schema: Any, depth: int = 0) -> set[str]:
+    """The types that a JSON schema allows; ``_ANY`` where it does not say, or says it elsewhere."""
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+        return {_ANY}
+    if (named := schema.get("type")) is not None:
+        names = named if isinstance(named, list) else [named]
+        return {_NAMES.get(str(one).lower(), _ANY) for one in names[:_MOST_BRANCHES]}
+    if "const" in schema:
+        return {_type_of(schema["const"])}
+    for key in ("enum", "anyOf", "oneOf", "allOf"):
+        if isinstance(found := schema.get(key), list) and found:
+            some = found[:_MOST_BRANCHES]
+            each = [{_type_of(one)} if key == "enum" else _types_of(one, depth + 1) for one in some]
+            return set[str]().union(*each)
+    return {_ANY}

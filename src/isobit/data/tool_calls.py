@@ -188,10 +188,14 @@ class TurnReader:
 
     def _read(self, kind: str, text: str, place: int) -> tuple[list[Parsed], int]:
         if kind == "bare":
-            return _bare_calls(text, place, self._tools)
-        if self._form == "qwen3_coder":
-            return _qwen3_coder(text, place, self._tools)
-        return _READERS[self._form](text, place)
+            calls, end = _bare_calls(text, place, self._tools)
+        elif self._form == "qwen3_coder":
+            calls, end = _qwen3_coder(text, place, self._tools)
+        else:
+            calls, end = _READERS[self._form](text, place)
+        while end > place and text[end - 1].isspace():  # which belongs to the next event
+            end -= 1
+        return calls, end
 
 
 _TOOL_CALL, _END_OF_CALL = "<tool_call>", "</tool_call>"
@@ -280,7 +284,11 @@ def _ended(calls: list[Parsed], what: str, text: str, end: int) -> tuple[list[Pa
 _FUNCTION = re.compile(r"\s*+<function=\s*+([^<>\s]++)\s*+>")
 _END_OF_FUNCTION = re.compile(r"\s*+</function>")
 _PARAMETER = re.compile(r"\s*+<parameter=([^<>]++)>\n?")
-_END_OF_VALUE = re.compile(r"\n?</parameter>(?=\s*+(?:<parameter=|</function>))")
+_END_OF_VALUE = re.compile(
+    r"\n?</parameter>(?=\s*+(?:<parameter=|</function>))"
+    r"|(?P<next>(?:</function>\s*+)?</tool_call>\s*+<tool_call>\s*+<function=)"
+)
+"""The end of a value, or what shows that it was forgotten: another call."""
 
 
 def _qwen3_coder(
@@ -308,19 +316,20 @@ def _qwen3_coder(
 def _tagged_call(name: str, parameters: Parameters, text: str, place: int) -> tuple[Parsed, int]:
     """The call whose first parameter may begin at ``place``, and where it ends."""
     arguments: dict[str, Any] = {}
+    wrong = ""
     while begun := _PARAMETER.match(text, place):
         key, place = begun[1].strip(), begun.end()
-        ended = _END_OF_VALUE.search(text, place)
-        if ended is None:
+        has_end = text.find("</parameter>", place) >= 0  # which is found sooner than a pattern
+        ended = _END_OF_VALUE.search(text, place) if has_end else None
+        if ended is None or ended["next"]:
             return MalformedCall(f"parameter {key}: it does not end in </parameter>"), place
-        value, problem = typed(text[place : ended.start()], parameters.get(key))
-        if problem:
-            return MalformedCall(f"parameter {key}: {problem}"), ended.end()
-        arguments[key], place = value, ended.end()
+        arguments[key], problem = typed(text[place : ended.start()], parameters.get(key))
+        place = ended.end()
+        wrong = wrong or (problem and f"parameter {key}: {problem}")
     ended = _END_OF_FUNCTION.match(text, place)
     if ended is None:
         return MalformedCall(f"a call ends in </function>, found {shown_at(text, place)}"), place
-    return ToolCall(name, arguments), ended.end()
+    return (MalformedCall(wrong) if wrong else ToolCall(name, arguments)), ended.end()
 
 
 def _llama3(text: str, place: int) -> tuple[list[Parsed], int]:
@@ -507,7 +516,7 @@ def tool_format(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ToolFor
     if not known and template and mentions(tokenizer, "tools"):
         raise ConfigError(
             "the chat template writes calls of tools in a format that Isobit does not read (it "
-            'reads Hermes and Qwen, Llama 3 and Mistral); set environment.format = "plain" and '
-            "describe the tools in the prompts, or take another model"
+            "reads those of Hermes, Qwen, Llama 3 and Mistral); set environment.format = "
+            '"plain" and describe the tools in the prompts, or take another model'
         )
     return known[0] if known else "plain"

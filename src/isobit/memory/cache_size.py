@@ -408,7 +408,7 @@ def cache_size_within(
     affordable = bisect_right(range(1, max(0, memory) // page + 1), memory, key=taken)
     if affordable <= 0:
         beside = taken(1) - page
-        carries = f", and what a sequence carries {beside / _GIB:.3g} GiB" if beside else ""
+        carries = f", and the two states of a sequence {beside / _GIB:.3g} GiB" if beside else ""
         raise ConfigError(
             f"rollout.kv_memory_gib = {max(memory, 0) / _GIB:.3g} holds no page of the KV cache: a "
             f"page of {sizes.page_tokens} tokens "

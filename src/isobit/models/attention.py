@@ -251,7 +251,7 @@ class Attention:
             return None
         order = torch.arange(dim)
         middle = order[turned : turned + dim // 2]
-        middle.copy_(middle.roll(turned - dim // 2))
+        middle.copy_(middle.roll(dim // 2 - turned))
         return order
 
     def _head_norm(self, weights: Weights, name: str) -> torch.Tensor | None:

@@ -86,13 +86,15 @@ REPLAYING = Doing(
 
 
 def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> Changes:
-    """The dotted keys whose values differ, with the saved value and the one now."""
+    """The dotted keys whose values differ, with the saved value and the one now.  A key that an
+    earlier version did not have is as one that is not set.
+    """
     old, new = flat(recorded_recipe(saved)), flat(recorded_recipe(config))
     keys = sorted(old.keys() | new.keys())
     return {
         key: (old.get(key, _ABSENT), new.get(key, _ABSENT))
         for key in keys
-        if old.get(key, _ABSENT) != new.get(key, _ABSENT)
+        if old.get(key) != new.get(key)
     }
 
 

@@ -316,10 +316,8 @@ def _check_settings(
     old: Mapping[str, Any], config: Recipe, step: int, allowed: Sequence[str]
 ) -> Changes:
     now = config.model_dump(mode="json")
-    # a checkpoint records no processes, which is all there is where run.json was lost; runs of
-    # earlier versions have no environment
-    later = {"environment": None} if "environment" in now else {}
-    saved = {"cluster": now["cluster"], **later, **old["config"]}
+    # a checkpoint records no processes, which is all there is where run.json was lost
+    saved = {"cluster": now["cluster"], **old["config"]}
     return check_compatible(saved, now, step, allowed)
 
 

@@ -223,22 +223,23 @@ def check_rejected(at: int, accepted: int) -> None:
 
 
 def check_contents() -> None:
-    """A slot holds its chunk as the specification does, up to the rounding of sums."""
+    """A slot holds its chunk as the specification's carry does, up to the rounding of sums."""
     length, learnt = 64 + 37, weights(SHAPE)
     given = inputs(SHAPE, length, torch.bfloat16)
     rollout = Rollout(given, learnt, [length])
     for last in (50, 80, 81, length):
         rollout.put({0: last})
-    pages = spec.DeltaPages(SHAPE, 2, torch.bfloat16, lambda n, d: torch.zeros(n, dtype=d))
-    batch = spec.PagedBatch((length,), (length,), torch.tensor([[0, 1]]), torch.arange(length))
-    spec.PagedDelta(batch, torch.arange(length)).forward(pages, given, learnt)
+    carries = spec.DeltaCarries(SHAPE, 1, torch.bfloat16, lambda n, d: torch.zeros(n, dtype=d))
+    none = torch.zeros(1, 0, dtype=torch.int64)
+    batch = spec.PagedBatch((length,), (length,), none, none, torch.tensor([[-1], [0]]))
+    spec.PagedDelta(batch).forward(carries, given, learnt)
     slots, slot = rollout.slots, rollout.held[0]
     assert torch.equal(slots.inputs[slot, : SHAPE.width - 1 + 37], given.x[64 - SHAPE.width + 1 :])
     for ours, theirs in (
-        (slots.keys[slot, :, :37], pages.keys[1, :, :37]),
-        (slots.updates[slot, :, :37], pages.updates[1, :, :37]),
-        (slots.decays[slot, :, :37], pages.decays[1, :, :37]),
-        (slots.states[slot], pages.states[1]),
+        (slots.keys[slot, :, :37], carries.keys[0, :, :37]),
+        (slots.updates[slot, :, :37], carries.updates[0, :, :37]),
+        (slots.decays[slot, :, :37], carries.decays[0, :, :37]),
+        (slots.states[slot], carries.states[0]),
     ):
         assert relative_error(ours, theirs) < 2e-6
         assert ours.norm() > 0.1
