@@ -49,7 +49,7 @@ numbers.
 """
 _ANY = "any"
 _MOST_BRANCHES, _DEEPEST = 64, 4
-"""Of a schema, which is untrusted, what is read."""
+"""What is read of a schema, which is untrusted."""
 
 
 def typed(text: str, schema: Any) -> tuple[Any, str]:
