@@ -20,6 +20,7 @@ from isobit.models.saving import save_policy
 from isobit.proof.verify import VerifyOptions, VerifyResult, verify, verify_policy
 from isobit.util.errors import ConfigError, NonFiniteError
 from tests.forked import AVX2, ran
+from tests.models.policies import delta_nets
 from tests.tiny import TINY
 
 EXACT: tuple[Preset, ...] = ("fp32", "bf16", "fp8-linear", "fp8", "int8-linear", "int8")
@@ -96,6 +97,14 @@ def test_exact_flows_have_no_differences(preset: Preset, tiny_folder: Path) -> N
     assert result.comparison.tokens_compared == 5 * tokens > 0, (
         "every token is compared in each of five packings"
     )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("preset", ["bf16", "int8"])
+def test_hybrids_have_no_differences(preset: Preset, config: ModelConfig) -> None:
+    """Few pages come with few states, so that hardly any sequences would run side by side."""
+    shape = replace(config, family="qwen3_5_text", **delta_nets("qwen3_5_text", 2))
+    assert is_proved(verify_policy(random_policy(shape, PrecisionConfig(preset=preset), 1), SMALL))
 
 
 @pytest.fixture(scope="module")

@@ -329,13 +329,13 @@ def with_carries(
         return CacheSize(pages)
     longest = pages // pages_for(shape.max_positions, sizes.page_tokens)
     most = CARRIED * pages * sizes.page_bytes(shape, flow) // carry
-    wanted = _carries_for(config.max_sequences)
-    return CacheSize(pages, min(wanted, max(_carries_for(longest), most)))
+    wanted = carries_for(config.max_sequences)
+    return CacheSize(pages, min(wanted, max(carries_for(longest), most)))
 
 
-def _carries_for(sequences: int) -> int:
-    """One for each that runs, and some beside for those that go on to a further chunk, prompts that
-    are held and what is parked.
+def carries_for(sequences: int) -> int:
+    """Carries for so many sequences: one for each that runs, and some beside for those that go on
+    to a further chunk, prompts that are held and what is parked.
     """
     return sequences + sequences // _BESIDE + LEAST_CARRIES
 

@@ -37,6 +37,8 @@ from typing import Any
 
 from isobit.config.base import Device
 from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.memory.cache_size import CacheSize, carries_for
 from isobit.models.folder import choose_device, load_policy, model_folder, read_config, read_masters
 from isobit.models.kv_calibration import calibrate_kv_scales
 from isobit.models.policy import Policy
@@ -259,6 +261,15 @@ def verify_policy(
     return VerifyResult(policy.flow.name, tuple(results))
 
 
+def _cache_size(policy: Policy, config: RolloutConfig) -> CacheSize | None:
+    """Of a model with delta rules, few pages with carries for all sequences: with the few that
+    belong to so few pages hardly any run side by side, and none is preempted.
+    """
+    if policy.config.delta is None or config.kv_pages is None:
+        return None
+    return CacheSize(config.kv_pages, carries_for(config.max_sequences))
+
+
 def _calibrate(policy: Policy, workload: Workload, shared: PolicyShare | None) -> None:
     """Set scales of Q, K and V a tensor, where the flow has them and none are set yet, by the
     prompts of the check.
@@ -422,6 +433,7 @@ def sample_and_score(
         tokenizer=None,
         seed=seed,
         make_runner=partial(ObservedRunner, observer=observer) if observer else None,
+        size=_cache_size(scorer.policy, scenario.rollout),
     )
     results = Results(scenario.turns, workload, scorer.policy.config.max_positions, seed)
     requests, comparisons = workload.requests(scenario), dict[str, Comparison]()

@@ -78,6 +78,7 @@ class NativeEngine:
         seed: of the run; with prompt, visit and sample it fixes the noise.
         make_runner: what runs the model, from the policy and the size of the cache; by default
             that goes by the policy's device.
+        size: of the cache; by default what ``config`` says, or what fits beside the policy.
     """
 
     sharing = None
@@ -90,8 +91,9 @@ class NativeEngine:
         seed: int,
         make_runner: Callable[[SampledPolicy, CacheSize], ModelRunner | PipelineRunner]
         | None = None,
+        size: CacheSize | None = None,
     ) -> None:
-        self._size = choose_cache_size(policy, config)
+        self._size = size or choose_cache_size(policy, config)
         self.stats = EngineStats()
         self._started_at = perf_counter()
         self._policy = policy
