@@ -91,6 +91,9 @@ class Streams:
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         pass
 
+    def copy_carries(self, sources: list[int], targets: list[int]) -> None:
+        assert not sources, "no model, and no carries"
+
     def clear_pages(self, pages: list[int]) -> None:
         pass
 

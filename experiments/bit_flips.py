@@ -40,6 +40,7 @@ from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import TrainingConfig
 from isobit.kernels.operands import UNROUNDED, observing
+from isobit.memory.cache_size import CacheSize
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.safetensors import checksum_of
@@ -119,7 +120,7 @@ def run_step(kind: Kind, at: Moments) -> tuple[bool, dict[str, Any]]:
         RolloutConfig(max_new_tokens=_NEW_TOKENS, kv_pages=6),
         None,
         0,
-        make_runner=lambda shared, pages: _Watched(shared, pages, kind, at, stands),
+        make_runner=lambda shared, size: _Watched(shared, size, kind, at, stands),
     )
     phase, left_before = ["rollout"], _checksums(trainer)
 
@@ -218,9 +219,9 @@ class _Watched(PolicyRunner):
     """Before each forward of the rollout a bit may flip."""
 
     def __init__(
-        self, policy: Any, pages: int, kind: Kind, at: Moments, stands: Callable[[str], None]
+        self, policy: Any, size: CacheSize, kind: Kind, at: Moments, stands: Callable[[str], None]
     ) -> None:
-        super().__init__(policy, pages)
+        super().__init__(policy, size)
         self._kind, self._at, self._stands = kind, at, stands
 
     def forward(self, batch: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from isobit.config.precision import PrecisionConfig, named_precision
 from isobit.config.rollout import RolloutConfig
+from isobit.memory.cache_size import CacheSize
 from isobit.models.adapter_folder import CONFIG_FILE
 from isobit.models.adapters import adapter_masters
 from isobit.models.config import Lora
@@ -34,10 +35,10 @@ __all__ = ["base"]  # a fixture
 ADAPTERS: dict[str, Lora] = {"first": ALL, "second": replace(ALL, alpha=3.0), "third": SOME}
 NAMES = (None, *ADAPTERS)
 ROOMY: dict[str, Any] = {"kv_pages": 60}
-RUNNERS: dict[str, Callable[[Any, int], Any]] = {
+RUNNERS: dict[str, Callable[[Any, CacheSize], Any]] = {
     "direct": PolicyRunner,
-    "delayed": lambda policy, pages: DelayedRunner(PolicyRunner(policy, pages)),
-    "captured": lambda policy, pages: GraphRunner(policy, pages, 8),
+    "delayed": lambda policy, size: DelayedRunner(PolicyRunner(policy, size)),
+    "captured": lambda policy, size: GraphRunner(policy, size, 8),
 }
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from triton.runtime import interpreter
 
-from isobit.kernels.backend import HybridOperations
 from isobit.kernels.operands import DeltaGradients, DeltaInputs, DeltaShape, DeltaWeights
 from isobit.kernels.spec import delta_rule as spec
 from isobit.kernels.triton import delta_rows, delta_rule
@@ -328,7 +327,7 @@ def check_backward(shape: DeltaShape, lengths: Sequence[int]) -> None:
 
 def check_gates(size: int, heads: int, tokens: int) -> None:
     """As near to FP64 as the specification's in FP32, and a row's bits are its own in BF16."""
-    operations: HybridOperations = TritonHybrid()
+    operations = TritonHybrid()
     shape = tokens, heads * size
     x, gate, dy = (torch.randn(shape) * 3 for _ in range(3))
     weight = torch.randn(size)

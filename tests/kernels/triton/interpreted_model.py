@@ -21,6 +21,7 @@ from isobit.kernels.spec.quantise import publish, republish
 from isobit.kernels.triton import experts, int8_backward, quantise, sampling
 from isobit.kernels.triton import int8 as products
 from isobit.kernels.triton.backend import TritonBackend
+from isobit.memory.cache_size import CacheSize
 from isobit.models import policy as policy_module
 from isobit.models.config import Experts, Lora, ModelConfig
 from isobit.models.policy import Policy, random_policy
@@ -53,9 +54,9 @@ GPT_OSS = replace(MIXED, family="gpt_oss", num_layers=2, sliding_window=3, windo
 LENGTHS = (3, 4)
 PROMPTS = ((5, 7, 9, 11, 13), (5, 8))
 NEW_TOKENS = 3
-RUNNERS: dict[str, Callable[[Any, int], Any]] = {
+RUNNERS: dict[str, Callable[[Any, CacheSize], Any]] = {
     "direct": PolicyRunner,
-    "captured": lambda policy, pages: GraphRunner(policy, pages, 4),
+    "captured": lambda policy, size: GraphRunner(policy, size, 4),
 }
 
 
