@@ -262,8 +262,8 @@ def verify_policy(
 
 
 def _cache_size(policy: Policy, config: RolloutConfig) -> CacheSize | None:
-    """Of a model with delta rules, few pages with carries for all sequences: with the few that
-    belong to so few pages hardly any run side by side, and none is preempted.
+    """Few pages with carries for all sequences, of a model with delta rules; else None.  With the
+    few carries that belong to so few pages hardly any run side by side, and none is preempted.
     """
     if policy.config.delta is None or config.kv_pages is None:
         return None
