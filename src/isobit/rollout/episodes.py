@@ -152,6 +152,7 @@ class Episodes:
         engine: RolloutEngine,
     ) -> None:
         self._config, self._tools, self._environments = config, tools, environments
+        self._parameters = tools.parameters
         self._answers, self._tokenizer, self._context = answers, tokenizer, context
         self._engine = engine
         self._open: dict[Handle, _Open] = {}
@@ -351,7 +352,7 @@ class Episodes:
                 self._answered_at_once.append((handle, TurnAnswer()))
 
     def _read(self, turn: str, is_thinking: bool) -> Said:
-        return read_turn(turn, self._tools.form, self._tools.parameters, is_thinking)
+        return read_turn(turn, self._tools.form, self._parameters, is_thinking)
 
     def _follow(self, handle: Handle, said: Said, is_cut: bool) -> None:
         """Tell an environment that leads of a turn, whose calls all can be read or are text."""

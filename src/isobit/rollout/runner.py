@@ -38,8 +38,10 @@ class ForwardBatch:
 
 def carries_of(plan: Plan) -> Tensor | None:
     """``PagedBatch.carries`` of the plan's sequences; None of a model without delta rules."""
-    found = torch.tensor([sequence.carries(count) for sequence, count in plan])
-    return None if bool((found[:, 1] < 0).all()) else found.t()
+    found = [sequence.carries(count) for sequence, count in plan]
+    if all(written < 0 for _, written in found):
+        return None
+    return torch.tensor(found).t()
 
 
 def build_batch(plan: Plan, page_tokens: int) -> ForwardBatch:

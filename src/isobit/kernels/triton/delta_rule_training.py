@@ -9,12 +9,13 @@ all layers.
 Shapes: n chunks of which m rows are new, H value heads; otherwise as in ``delta_rule``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from isobit.kernels.operands import DeltaGradients, DeltaInputs, DeltaShape, DeltaWeights
+from isobit.kernels.spec.delta_rule import gradients_of
 from isobit.kernels.triton.delta_rows import CHUNK, DeltaBatch, rows_of
 from isobit.kernels.triton.delta_rule import KeptStates, apply_rule
 from isobit.kernels.triton.memory import to_device
@@ -107,7 +108,7 @@ class PackedDeltaRule:
                 d_next = torch.zeros_like(state)
                 if d_state is not None:
                     d_next[: len(d_state)] = d_state
-                *of_rows, d_state = _gradients_of(_chunk, given, (d_made, d_next))
+                *of_rows, d_state = gradients_of(_chunk, given, (d_made, d_next))
                 for total, one in zip(d_rows, of_rows, strict=True):
                     flat = one.transpose(1, 2).reshape(step.tokens.numel(), *total.shape[1:])
                     total.index_copy_(0, step.tokens_of_rows, flat.index_select(0, step.rows))
@@ -134,7 +135,7 @@ class PackedDeltaRule:
             return _rows_of_mixed(mixed, a, b, rate, step, shape)
 
         given = mixed.to(x.dtype), inputs.a, inputs.b, weights.a_log, weights.dt_bias
-        d_mixed, da, db, d_rate, d_step = _gradients_of(front, given, d_rows)
+        d_mixed, da, db, d_rate, d_step = gradients_of(front, given, d_rows)
         gradients.a_log.add_(d_rate)
         gradients.dt_bias.add_(d_step)
         dx = torch.zeros_like(d_mixed)
@@ -223,14 +224,3 @@ def _rows_of_mixed(
     decay = -torch.exp(rate) * torch.nn.functional.softplus(a + step)
     v = v.reshape(len(v), shape.value_heads, shape.value_dim)
     return q * shape.key_dim**-0.5, k, v, decay, 1 / (1 + torch.exp(-b))
-
-
-def _gradients_of(
-    function: Callable[..., tuple[torch.Tensor, ...]],
-    given: Sequence[torch.Tensor],
-    d_made: Sequence[torch.Tensor],
-) -> tuple[torch.Tensor, ...]:
-    """The gradients of a function's arguments, in FP32, from those of its results."""
-    with torch.enable_grad():
-        leaves = [one.detach().float().requires_grad_() for one in given]
-        return torch.autograd.grad(function(*leaves), leaves, d_made, materialize_grads=True)
