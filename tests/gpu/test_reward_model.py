@@ -22,7 +22,8 @@ from tests.gpu.conftest import SHAPES
 LENGTHS = (5, 300, 1, 33, 128, 129, 700, 17)
 Shapes = Mapping[str, ModelConfig]
 FLOWS: list[Preset] = ["fp8", "bf16"]
-of_dense_families = pytest.mark.parametrize("shape", [name for name in SHAPES if name != "moe"])
+DENSE = [name for name, config in SHAPES.items() if config.experts is None]
+of_dense_families = pytest.mark.parametrize("shape", DENSE)
 
 
 def drawn(config: ModelConfig) -> tuple[ModelConfig, dict[str, torch.Tensor]]:

@@ -150,7 +150,8 @@ def _turned(
     at = angle + tl.minimum(column, other)[None, :]
     cos = tl.load(COS + at, mask=there[None, :], other=0.0)
     sin = tl.load(SIN + at, mask=there[None, :], other=0.0)
-    return _rounded(x * cos + tl.where(is_first[None, :], -partner, partner) * sin)
+    x, partner = x * cos, partner * sin  # subtracted, since -partner is 0 - partner in Triton
+    return _rounded(tl.where(is_first[None, :], x - partner, x + partner))
 
 
 @triton.jit

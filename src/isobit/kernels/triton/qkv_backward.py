@@ -87,7 +87,7 @@ def _through_blocks(
     other = tl.load(at + (column ^ APART)[None, :], mask=there, other=0.0).to(tl.float32)
     own = rotated(own, N, HALF, 5 if HALF == 128 else 4)
     other = rotated(other, N, HALF, 5 if HALF == 128 else 4)
-    return other + tl.where((column & APART == 0)[None, :], own, -own)
+    return tl.where((column & APART == 0)[None, :], other + own, other - own)
 
 
 @triton.jit
