@@ -4,7 +4,7 @@
 . experiments/sitting/environment.sh
 cd $TREE || exit 1; export CUDA_MPS_PIPE_DIRECTORY=/tmp/none KEY=secret; cards=(${CARDS:-0 1 2 3}); touch /tmp/queue.log
 isobit() { python3 -m isobit.cli.main "$@"; }
-tests() { timeout -s INT -k 20 ${LIMIT:-900} python3 -m pytest -q -p no:cacheprovider --timeout 240 --tb short -rf "$@"; since "exit status $?"; }
+tests() { timeout -s INT -k 20 ${LIMIT:-900} python3 -m pytest -v -p no:cacheprovider --timeout 240 --tb short -rf "$@"; since "exit status $?"; }
 SEVERAL="tests/gpu/test_ranks.py tests/gpu/test_peer_copies.py tests/gpu/test_tensor_parallel.py"
 one_card() { ls tests/gpu/test_*.py | grep -vF "$(tr ' ' '\n' <<< $SEVERAL)"; }
 by_commands() {
@@ -34,9 +34,9 @@ if [ ${#cards[@]} = 1 ]; then  # what takes a card's memory or time waits for th
   tests -n 7 $(one_card) > /tmp/hopper.log 2>&1 & tests -n 7 --back-end triton $(one_card) > /tmp/portable.log 2>&1; wait
   by_commands > /tmp/commands.log 2>&1; timings > /tmp/timings.log 2>&1; by_server > /tmp/server.log 2>&1; touch /tmp/queue.ended; exit
 fi
-(CUDA_VISIBLE_DEVICES=${cards[0]} tests -n 14 $(one_card) > /tmp/hopper.log 2>&1) &
+(CUDA_VISIBLE_DEVICES=${cards[0]} tests -n 12 $(one_card) > /tmp/hopper.log 2>&1) &
 (CUDA_VISIBLE_DEVICES=${cards[1]} timings > /tmp/timings.log 2>&1) &
-(CUDA_VISIBLE_DEVICES=${cards[2]},${cards[3]} tests -v -n 1 $SEVERAL > /tmp/several.log 2>&1
-CUDA_VISIBLE_DEVICES=${cards[2]} tests -n 14 --back-end triton $(one_card) > /tmp/portable.log 2>&1) &
+(CUDA_VISIBLE_DEVICES=${cards[2]},${cards[3]} tests -n 4 $SEVERAL > /tmp/several.log 2>&1
+CUDA_VISIBLE_DEVICES=${cards[2]} tests -n 12 --back-end triton $(one_card) > /tmp/portable.log 2>&1) &
 (export CUDA_VISIBLE_DEVICES=${cards[3]}; by_commands > /tmp/commands.log 2>&1; by_server > /tmp/server.log 2>&1) &
 wait; touch /tmp/queue.ended

@@ -77,20 +77,25 @@ def pytest_pycollect_makemodule(
 
 GIB_PER_WORKER = 6
 GIB_OF_A_LARGE_TEST = 28
+LARGE_AT_ONCE = 2
 
 
 def pytest_xdist_auto_num_workers() -> int | None:
     """As many processes for ``-n auto`` as the GPU's free memory and the CPU's cores allow."""
     if not torch.cuda.is_available():
         return None
-    fitting = ((torch.cuda.mem_get_info()[0] >> 30) - GIB_OF_A_LARGE_TEST) // GIB_PER_WORKER
+    free = torch.cuda.mem_get_info()[0] >> 30
+    fitting = (free - LARGE_AT_ONCE * GIB_OF_A_LARGE_TEST) // GIB_PER_WORKER
     return max(1, min(fitting, (os.cpu_count() or 1) - 2))
 
 
 @pytest.fixture
-def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For a test that takes more memory than a worker's share: one of them runs at a time."""
-    with FileLock(tmp_path_factory.getbasetemp().parent / "large.lock"):
+def large(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[None]:
+    """For a test that takes more memory than a worker's share: of the workers with even numbers, as
+    of those with odd ones, one has such a test at a time.
+    """
+    place = int(worker_id.removeprefix("gw")) % LARGE_AT_ONCE if worker_id != "master" else 0
+    with FileLock(tmp_path_factory.getbasetemp().parent / f"large-{place}.lock"):
         free_memory()
         yield
         free_memory()
