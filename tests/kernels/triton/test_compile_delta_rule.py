@@ -26,7 +26,7 @@ TYPES = {
     "epsilon": "fp32",
 }
 HEADS = {"H": 32, "KH": 16, "DK": 128, "DV": 128}
-OF_SLOTS = "READ", "KEYS", "DECAYS"
+OF_CARRIES = "READ", "KEYS", "DECAYS"
 SPILLED = {1: {86: 32, 89: 32}, CHUNK: {80: 72}}
 """Bytes of a thread by the rows of a program, and by generation."""
 
@@ -64,7 +64,7 @@ def test_a_product_is_one_chain_an_element(rows: int, warps: int) -> None:
 
 
 def rule(form: RuleForm, in_training: bool = False) -> Compiled:
-    constants: dict[str, Any] = HEADS | dict.fromkeys(OF_SLOTS if in_training else ("STATE",))
+    constants: dict[str, Any] = HEADS | dict.fromkeys(OF_CARRIES if in_training else ("STATE",))
     constants |= {"ROWS": form.rows, "BV": form.columns, "BK": form.depth}
     return compile_portable(
         delta_rule._rule_kernel, TYPES, constants, form.warps, num_stages=1, most_stack=80

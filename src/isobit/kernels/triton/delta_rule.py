@@ -28,11 +28,13 @@ group's factors of u_j are in global memory, where each step of the chain reads 
 FP32 products use no tensor cores, and blocks of dv repeat what is of keys alone: about 200,000
 operations a token and head of 128 x 128.
 
-**Slots.**  What a sequence goes on from is in a slot (``DeltaSlots``): S0, the keys, u and G of the
-open chunk, and its inputs behind the ``width`` - 1 in front of it.  At a position that is a
-multiple of 64 the open chunk is the previous one, whole, and S1 is computed by whoever writes row
-0, so rows that were rejected leave nothing.  In training no slot is read or written, and the states
-in front of chunks are kept for the backward.
+**Carries.**  What a sequence goes on from is in a carry (``DeltaCarries``): S0, the keys, u and G
+of its chunk, and its inputs behind the ``width`` - 1 in front of it.  New rows of the chunk that is
+read go to its carry, those of the last chunk to the one that is written, with S0; of chunks in
+between the state alone is there for a while, and u.  At a position that is a multiple of 64 the
+chunk that is read is the previous one, whole, and S1 is computed by whoever writes row 0, so rows
+that were rejected leave nothing.  In training no carry is read or written, and the states in front
+of chunks are kept for the backward.
 
 Shapes: T new tokens of n sequences, H value heads, H / r key heads (KH), heads of DK and DV.
 """
@@ -49,12 +51,12 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.operands import DeltaInputs, DeltaShape, DeltaWeights
+from isobit.kernels.spec.delta_rule import DeltaCarries
 from isobit.kernels.triton.delta_rows import (
     CHUNK,
     DeltaBatch,
     DeltaRows,
-    DeltaSlots,
-    open_chunk,
+    carried_chunk,
     padded,
     rows_of,
 )
@@ -66,7 +68,7 @@ _PART = tl.constexpr(16)  # rows of u that a product reads at once
 
 @triton.jit
 def _keys(new, held, old, row, end, d, KH: tl.constexpr, DK: tl.constexpr):
-    """FP32 [row, d]: rows of the chunk below ``old`` from the slot, whose head's keys begin at
+    """FP32 [row, d]: rows of the chunk below ``old`` from the carry, whose head's keys begin at
     ``held``, those below ``end`` from the new tokens: at ``new`` is that of row 0, if it is one.
     """
     inside = (d < DK)[None, :]
@@ -200,46 +202,35 @@ def _put_next_state(
 
 
 @triton.jit
-def _move_updates(source, to, moves, old, column, DV: tl.constexpr):
-    """If ``moves``, u of the rows below ``old`` from the slot read to the slot written."""
-    if moves:
-        row = tl.arange(0, _CHUNK)
-        at = row[:, None] * DV + column[None, :]
-        is_old = (row < old)[:, None] & (column < DV)[None, :]
-        tl.store(to + at, tl.load(source + at, mask=is_old), mask=is_old)
-        tl.debug_barrier()
-
-
-@triton.jit
-def _move_state(
-    source, exists, to, moves, column, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr
+def _put_no_state(
+    to, is_first, column, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr
 ):
-    """If ``moves``, S0 to the slot written."""
-    if moves:
+    """Write the S0 of a sequence's first chunk, if it is that."""
+    if is_first:
         depth = tl.arange(0, BK)
+        zeros = tl.zeros([BK, BV], tl.float32)
         for first in range(0, DK, BK):
             d = first + depth
-            at = d[:, None] * DV + column[None, :]
             is_there = (d < DK)[:, None] & (column < DV)[None, :]
-            s = tl.load(source + at, mask=is_there & exists, other=0.0)
-            tl.store(to + at, s, mask=is_there)
+            tl.store(to + d[:, None] * DV + column[None, :], zeros, mask=is_there)
 
 
 @triton.jit
 def _put_keys(
-    k, held, to, decays, to_decays, old, lowest, end, KH: tl.constexpr, DK: tl.constexpr,
+    k, is_kept, to, decays, to_decays, old, end, KH: tl.constexpr, DK: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """Keys and G of the rows from ``lowest`` on, to the slot written."""
-    row = tl.arange(0, _CHUNK)
-    depth = tl.arange(0, BK)
-    is_new = (row >= lowest) & (row < end)
-    for first in range(0, DK, BK):
-        d = first + depth
-        keys = _keys(k, held, old, row, end, d, KH, DK)
-        inside = is_new[:, None] & (d < DK)[None, :]
-        tl.store(to + row[:, None] * DK + d[None, :], keys, mask=inside)
-    tl.store(to_decays + row, decays, mask=is_new)
+    """Keys and G of the new rows of a chunk, to its carry, if it is kept."""
+    if is_kept & (tl.program_id(2) == 0):
+        row = tl.arange(0, _CHUNK)
+        depth = tl.arange(0, BK)
+        is_new = (row >= old) & (row < end)
+        for first in range(0, DK, BK):
+            d = first + depth
+            inside = is_new[:, None] & (d < DK)[None, :]
+            keys = tl.load(k + row[:, None] * (KH * DK) + d[None, :], mask=inside, other=0.0)
+            tl.store(to + row[:, None] * DK + d[None, :], keys, mask=inside)
+        tl.store(to_decays + row, decays, mask=is_new)
 
 
 @triton.jit
@@ -250,9 +241,9 @@ def _rule_kernel(
 ):  # fmt: skip
     """One program a sequence, value head and BV columns of DV.
 
-    WORK is the slot written, and in training a row of UPDATES; READ is then not there, nor are KEYS
-    and DECAYS, and the state in front of a sequence's chunk c > 0 is kept in STATES at STATE + c -
-    1. FACTORS [program, 2, 64, ROWS] is for the program alone.
+    WORK is the carry written, and in training a row of UPDATES; READ is then not there, nor are
+    KEYS and DECAYS, and the state in front of a sequence's chunk c > 0 is kept in STATES at STATE +
+    c - 1.  FACTORS [program, 2, 64, ROWS] is for the program alone.
     """
     n = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
@@ -262,27 +253,28 @@ def _rule_kernel(
     program = (n * H + h) * tl.num_programs(2) + tl.program_id(2)
     factors = FACTORS + program * (2 * _CHUNK * ROWS)
     position = tl.load(POSITION + n)
-    stop = position + tl.load(COUNT + n)
+    count = tl.load(COUNT + n)
+    stop = position + count
     token = tl.load(TOKEN + n).to(tl.int64)
     work = tl.load(WORK + n).to(tl.int64)
-    updates = UPDATES + (work * H + h) * (_CHUNK * DV)
-    begin = open_chunk(position)
-    last = (stop - 1) // _CHUNK
-    old = position - begin * _CHUNK  # rows of the chunk that the slot read holds
     is_paged: tl.constexpr = READ is not None
     if is_paged:
         read = tl.load(READ + n).to(tl.int64)
+        begin = carried_chunk(position, stop, read == work)
+        old = position - begin * _CHUNK  # rows of the chunk that the carry read holds
         held = KEYS + (read * H + h) * (_CHUNK * DK)
         held_decays = DECAYS + (read * H + h) * _CHUNK
         decays = tl.load(held_decays + row, mask=row < old, other=0.0)
         total = tl.load(held_decays + old - 1, mask=old > 0, other=0.0)
-        of_read = UPDATES + (read * H + h) * (_CHUNK * DV)
-        _move_updates(of_read, updates, (read != work) & (old > 0), old, column, DV)
+        of_chunk = tl.where(read < 0, work, read)  # the carry that new rows of the chunk go to
     else:
         read = tl.full([], -1, tl.int64)
+        begin, old = position * 0, position * 0
         held = None
         decays = tl.zeros([_CHUNK], tl.float32)
         total = tl.sum(decays, 0)
+        of_chunk = work
+    last = tl.where(count > 0, (stop - 1) // _CHUNK, begin - 1)
     here = read  # the row of STATES with the chunk's S0; -1 for zeros
     for chunk in range(begin, last + 1):
         base = token + (chunk * _CHUNK - position)  # the token of row 0, if it is new
@@ -290,6 +282,7 @@ def _rule_kernel(
         k = K + (base * KH + kh) * DK
         of_row = base * H + h
         state = STATES + (here * H + h) * (DK * DV)
+        updates = UPDATES + (of_chunk * H + h) * (_CHUNK * DV)
         end = tl.minimum(stop - chunk * _CHUNK, _CHUNK)
         for i in range(old, end):
             total += tl.load(DECAY + of_row + i * H)
@@ -312,6 +305,11 @@ def _rule_kernel(
             tl.store(OUT + of_row * DV + at, output.to(OUT.dtype.element_ty), mask=inside)
             tl.store(updates + m[:, None] * DV + column[None, :], made, mask=inside)
             tl.debug_barrier()
+        if is_paged:
+            is_kept = (chunk == last) | ((chunk == begin) & (read >= 0))
+            to_keys = KEYS + (of_chunk * H + h) * (_CHUNK * DK)
+            to_decays = DECAYS + (of_chunk * H + h) * _CHUNK
+            _put_keys(k, is_kept, to_keys, decays, to_decays, old, end, KH, DK, BK)
         if chunk < last:
             following = work
             if not is_paged:
@@ -320,18 +318,12 @@ def _rule_kernel(
             _put_next_state(
                 state, here >= 0, to, k, held, updates, decays, old, end, column, KH, DK, DV, BK
             )
-            here = following
+            here, of_chunk = following, work
             decays = tl.zeros([_CHUNK], tl.float32)
             total = tl.sum(decays, 0)
             old = old * 0
         elif is_paged:
-            lowest = tl.where(read == work, old, 0)  # rows below are there already
-            to = STATES + (work * H + h) * (DK * DV)
-            _move_state(state, here >= 0, to, here != work, column, DK, DV, BK)
-            if tl.program_id(2) == 0:
-                to_keys = KEYS + (work * H + h) * (_CHUNK * DK)
-                to_decays = DECAYS + (work * H + h) * _CHUNK
-                _put_keys(k, held, to_keys, decays, to_decays, old, lowest, end, KH, DK, BK)
+            _put_no_state(STATES + (work * H + h) * (DK * DV), here < 0, column, DK, DV, BV, BK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,19 +356,19 @@ def apply_rule(
     rows: DeltaRows,
     shape: DeltaShape,
     batch: DeltaBatch,
-    held: DeltaSlots | KeptStates,
+    held: DeltaCarries | KeptStates,
     output: torch.Tensor,
     form: RuleForm | None = None,
 ) -> None:
     """Write o to the rows of ``batch``'s tokens in ``output`` [T, H DV], and what is kept of its
-    sequences: to their slots, or in training their states.
+    sequences: to their carries, or in training their states.
     """
     form = form or form_of(batch.longest)
     count, heads = len(batch.positions), shape.value_heads
     columns = min(form.columns, padded(shape.value_dim))
     blocks = triton.cdiv(shape.value_dim, columns)
     factors = rows.v.new_empty(count * heads * blocks, 2, CHUNK, form.rows)
-    if isinstance(held, DeltaSlots):
+    if isinstance(held, DeltaCarries):
         places = batch.read, batch.written, None
         kept = held.keys, held.updates, held.decays, held.states
     else:
@@ -441,19 +433,22 @@ class PagedDeltaRule:
         return cls(batch, places, [batch])
 
     def forward(
-        self, slots: DeltaSlots, inputs: DeltaInputs, weights: DeltaWeights
+        self, carries: DeltaCarries, inputs: DeltaInputs, weights: DeltaWeights
     ) -> torch.Tensor:
         """-> o [T, H DV] in the dtype of x."""
-        rows = rows_of(inputs, weights, self._batch, self._owners, slots)
+        rows = rows_of(inputs, weights, self._batch, self._owners, carries)
         output = inputs.x.new_empty(len(inputs.x), weights.shape.values)
         for part in self._parts:
-            apply_rule(rows, weights.shape, part, slots, output)
+            apply_rule(rows, weights.shape, part, carries, output)
         return output
 
 
 def _check(position: int, count: int, read: int, written: int) -> None:
     assert count > 0
-    assert (read < 0) == (position == 0), "a sequence goes on from a slot, or begins"
+    assert (read < 0) == (position == 0), "a sequence goes on from a carry, or begins"
     assert written >= 0
-    same = (position + count - 1) // CHUNK == max(position - 1, 0) // CHUNK
-    assert read != written or same, "a slot cannot be written with the next chunk in place"
+    last = (position + count - 1) // CHUNK
+    if read == written:
+        assert position // CHUNK == last, "a carry that is read and written is of one chunk"
+    elif read >= 0:
+        assert (position - 1) // CHUNK < last, "another carry is written for a further chunk"
