@@ -269,7 +269,8 @@ def _rule_kernel(
         of_chunk = tl.where(read < 0, work, read)  # the carry that new rows of the chunk go to
     else:
         read = tl.full([], -1, tl.int64)
-        begin, old = position * 0, position * 0
+        begin = carried_chunk(position, stop, False)
+        old = position - begin * _CHUNK
         held = None
         decays = tl.zeros([_CHUNK], tl.float32)
         total = tl.sum(decays, 0)
@@ -306,7 +307,7 @@ def _rule_kernel(
             tl.store(updates + m[:, None] * DV + column[None, :], made, mask=inside)
             tl.debug_barrier()
         if is_paged:
-            is_kept = (chunk == last) | ((chunk == begin) & (read >= 0))
+            is_kept = (chunk == last) | (of_chunk != work)
             to_keys = KEYS + (of_chunk * H + h) * (_CHUNK * DK)
             to_decays = DECAYS + (of_chunk * H + h) * _CHUNK
             _put_keys(k, is_kept, to_keys, decays, to_decays, old, end, KH, DK, BK)
