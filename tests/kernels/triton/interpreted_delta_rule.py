@@ -17,13 +17,20 @@ import numpy as np
 import torch
 from triton.runtime import interpreter
 
-from isobit.kernels.operands import DeltaGradients, DeltaInputs, DeltaShape, DeltaWeights
+from isobit.kernels.operands import (
+    DeltaGradients,
+    DeltaInputs,
+    DeltaShape,
+    DeltaWeights,
+    PagedBatch,
+)
 from isobit.kernels.spec import delta_rule as spec
+from isobit.kernels.spec import hybrid
 from isobit.kernels.triton import delta_rows, delta_rule
-from isobit.kernels.triton.delta_gates import TritonHybrid
 from isobit.kernels.triton.delta_rows import CHUNK
 from isobit.kernels.triton.delta_rule import PagedDeltaRule, RuleForm
 from isobit.kernels.triton.delta_rule_training import PackedDeltaRule
+from isobit.kernels.triton.hybrid import TritonHybrid
 from tests.kernels.comparison import relative_error
 from tests.kernels.triton.interpreted_qkv import convert
 
@@ -121,7 +128,7 @@ class Rollout:
             places = (torch.tensor(x, dtype=torch.int32) for x in (positions, read, written))
             rule = PagedDeltaRule.decoding(*places)
         else:
-            rule = PagedDeltaRule.of(positions, counts, read, written, CPU)
+            rule = paged(positions, counts, read, written)
         self.output[tokens] = rule.forward(self.carries, part, self.learnt)
         for n, new in zip(lasts, written, strict=True):
             if new != self.held[n] and self.held[n] >= 0:
@@ -134,6 +141,18 @@ class Rollout:
             self.free.remove(carry)
             self.free.append(self.held[n])
         self.held[n], self.done[n] = carry, done
+
+
+def batch_of(
+    positions: Sequence[int], counts: Sequence[int], read: Sequence[int], written: Sequence[int]
+) -> PagedBatch:
+    lengths = tuple(map(sum, zip(positions, counts, strict=True)))
+    none = torch.zeros(len(counts), 0, dtype=torch.int64)
+    return PagedBatch(tuple(counts), lengths, none, none, torch.tensor([read, written]))
+
+
+def paged(*columns: Sequence[int]) -> PagedDeltaRule:
+    return PagedDeltaRule.of(batch_of(*columns), CPU)
 
 
 def empty_carries(shape: DeltaShape, count: int, dtype: torch.dtype) -> spec.DeltaCarries:
@@ -230,9 +249,9 @@ def check_begun_again() -> None:
     rollout.put({0: 129})
     for last in (129, 132):
         rollout.done[0] = 128
-        batch = PagedDeltaRule.of([128], [last - 128], rollout.held, rollout.held, CPU)
+        rule = paged([128], [last - 128], rollout.held, rollout.held)
         part = given.map(lambda one, last=last: one[128:last])
-        rollout.output[128:last] = batch.forward(rollout.carries, part, learnt)
+        rollout.output[128:last] = rule.forward(rollout.carries, part, learnt)
         rollout.done[0] = last
     rollout.put({0: 140})
     assert same_bits(rollout.output, packed(given, learnt, [140]))
@@ -246,12 +265,8 @@ def check_carries(at: int, stop: int) -> None:
     parts = ([0, at, -1, 0], [at, stop, 0, 1]) if at else ([0, stop, -1, 0],)
     for first, last, read, written in parts:
         part = given.map(lambda one, some=slice(first, last): one[some])
-        PagedDeltaRule.of([first], [last - first], [read], [written], CPU).forward(
-            ours, part, learnt
-        )
-        none = torch.zeros(1, 0, dtype=torch.int64)
-        carries = torch.tensor([[read], [written]])
-        batch = spec.PagedBatch((last - first,), (last,), none, none, carries)
+        batch = batch_of([first], [last - first], [read], [written])
+        PagedDeltaRule.of(batch, CPU).forward(ours, part, learnt)
         spec.PagedDelta(batch).forward(theirs, part, learnt)
     width = SHAPE.width - 1
     for carry, rows in enumerate([CHUNK, stop - stop // CHUNK * CHUNK] if at else [stop]):
@@ -383,8 +398,33 @@ def check_gates(size: int, heads: int, tokens: int) -> None:
     assert torch.equal(operations.sigmoid_gate(x, gate)[3:], operations.sigmoid_gate(*later))
 
 
+def check_shared(columns: int, tokens: int) -> None:
+    """As near to FP64 as FP32 is, rounded once; a row's bits are its own."""
+    operations = TritonHybrid()
+    routed, shared, dy = (torch.randn(tokens, columns) for _ in range(3))
+    gate = torch.randn(tokens) * 3
+    leaves = [one.double().requires_grad_() for one in (routed, shared, gate)]
+    wanted = leaves[0] + leaves[2].sigmoid()[:, None] * leaves[1]
+    gradients = torch.autograd.grad(wanted, leaves, dy.double())[1:]
+    made = operations.add_shared(routed, shared, gate)
+    of = operations.add_shared_backward(dy, shared, gate)
+    for ours, true in zip((made, *of), (wanted.detach(), *gradients), strict=True):
+        assert relative_error(ours, true) < 5e-7
+    routed, shared, dy = (one.bfloat16() for one in (routed, shared, dy))
+    whole = operations.add_shared(routed, shared, gate)
+    later = [one[3:].contiguous() for one in (routed, shared, gate, dy)]
+    assert torch.equal(whole[3:], operations.add_shared(*later[:3]))
+    of = operations.add_shared_backward(dy, shared, gate)
+    again = operations.add_shared_backward(later[3], later[1], later[2])
+    assert all(torch.equal(one[3:], other) for one, other in zip(of, again, strict=True))
+    error = (whole.float() - hybrid.add_shared(routed, shared, gate).float()).abs()
+    assert (error <= whole.float().abs() / 128).all()  # one rounding
+
+
 def gates() -> None:
     prepare()
+    check_shared(24, 9)
+    check_shared(640, 5)
     check_gates(24, 3, 40)
     check_gates(128, 2, 9)
 

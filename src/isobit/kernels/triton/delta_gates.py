@@ -163,12 +163,3 @@ def sigmoid_gate_backward(
             dy, x, gate, dx, d_gate, x.numel(), width, num_warps=4, enable_fp_fusion=False
         )
     return dx, d_gate
-
-
-class TritonHybrid:
-    """``HybridOperations`` of a GPU, but for those of a shared expert."""
-
-    gated_norm = staticmethod(gated_norm)
-    gated_norm_backward = staticmethod(gated_norm_backward)
-    sigmoid_gate = staticmethod(sigmoid_gate)
-    sigmoid_gate_backward = staticmethod(sigmoid_gate_backward)

@@ -50,7 +50,7 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.operands import DeltaInputs, DeltaShape, DeltaWeights
+from isobit.kernels.operands import DeltaInputs, DeltaShape, DeltaWeights, PagedBatch
 from isobit.kernels.spec.delta_rule import DeltaCarries
 from isobit.kernels.triton.delta_rows import (
     CHUNK,
@@ -396,22 +396,17 @@ class PagedDeltaRule:
         self._batch, self._owners, self._parts = batch, owners, parts
 
     @classmethod
-    def of(
-        cls,
-        positions: Sequence[int],
-        counts: Sequence[int],
-        read: Sequence[int],
-        written: Sequence[int],
-        device: torch.device,
-    ) -> "PagedDeltaRule":
-        """A ragged batch, known to the host, whose tokens are end to end; see ``DeltaBatch``."""
-        for one in zip(positions, counts, read, written, strict=True):
+    def of(cls, paged: PagedBatch, device: torch.device) -> "PagedDeltaRule":
+        """A ragged batch, known to the host."""
+        assert paged.carries is not None, "sequences of a model with delta rules have carries"
+        new = torch.tensor(paged.counts)
+        positions, (read, written) = torch.tensor(paged.lengths) - new, paged.carries
+        columns = positions, new, read, written
+        for one in zip(*(column.tolist() for column in columns), strict=True):
             _check(*one)
-        new = torch.tensor(counts)
-        owners = torch.repeat_interleave(torch.arange(len(counts)), new)
-        columns = [torch.tensor(x) for x in (positions, counts, read, written)]
-        columns.insert(2, new.cumsum(0) - new)
-        sent = to_device(torch.stack(columns).int(), device)
+        owners = torch.repeat_interleave(torch.arange(len(new)), new)
+        starts = new.cumsum(0) - new
+        sent = to_device(torch.stack([positions, new, starts, read, written]).int(), device)
         batch = DeltaBatch(*sent.unbind(0), int(new.max()))
         parts, fewest = list[DeltaBatch](), 0
         for form in FORMS:
@@ -424,14 +419,25 @@ class PagedDeltaRule:
 
     @classmethod
     def decoding(
-        cls, positions: torch.Tensor, read: torch.Tensor, written: torch.Tensor
+        cls,
+        positions: torch.Tensor,
+        read: torch.Tensor,
+        written: torch.Tensor,
+        places: torch.Tensor | None = None,
     ) -> "PagedDeltaRule":
-        """One new token for each sequence, int32 [n] on the device each; asks nothing of the host,
-        so it can be captured.
+        """One new token for each sequence, or several as ``places`` says (``DecodeBatch``), [n] on
+        the device each; asks nothing of the host, so it can be captured.
         """
-        places = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
-        batch = DeltaBatch(positions, torch.ones_like(places), places, read, written, 1)
-        return cls(batch, places, [batch])
+        index = torch.arange(len(positions), device=positions.device)
+        ones, owners, longest = torch.ones_like(index), index, 1
+        counts = ones
+        if places is not None:  # a row that is not the first of its sequence is one of no tokens
+            owners = index - places
+            counts = torch.zeros_like(ones).index_add_(0, owners, ones)
+            longest = FORMS[1].rows  # at once
+        columns = positions, counts, index, read, written
+        batch = DeltaBatch(*(column.int() for column in columns), longest)
+        return cls(batch, owners.int(), [batch])
 
     def forward(
         self, carries: DeltaCarries, inputs: DeltaInputs, weights: DeltaWeights

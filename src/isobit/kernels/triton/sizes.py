@@ -69,10 +69,10 @@ def backward_rows(vocab_size: int) -> int:
     return _rows(BACKWARD_BYTES // BYTES_A_LOGIT, vocab_size)
 
 
-def page_formats(shape: KvShape, flow: PrecisionFlow) -> tuple[Format, ...]:
-    """The format of each layer's pages.  Raises ConfigError for FP32."""
-    formats = tuple(kv_formats(shape, flow).values())
-    if "fp32" in formats:
+def page_formats(shape: KvShape, flow: PrecisionFlow) -> dict[int, Format]:
+    """The format of the pages of each layer with attention.  Raises ConfigError for FP32."""
+    formats = kv_formats(shape, flow)
+    if "fp32" in formats.values():
         raise ConfigError("the fp32 flow runs on the CPU: attention on a GPU takes e4m3 and bf16")
     return formats
 
@@ -85,7 +85,7 @@ def page_bytes(shape: KvShape, flow: PrecisionFlow) -> int:
     vectors = 2 * page_tokens * shape.num_kv_heads
     return sum(
         vectors * (shape.head_dim * DTYPES[format].itemsize + _SCALE.get(format, 0))
-        for format in page_formats(shape, flow)
+        for format in page_formats(shape, flow).values()
     )
 
 
