@@ -200,7 +200,7 @@ def check_decoding(shape: DeltaShape, start: int, length: int) -> None:
 
 
 def check_forms(shape: DeltaShape) -> None:
-    """Rows at once, columns and depth are in no bit; nor is who is packed together."""
+    """Rows at once, columns and depth are in no bit; nor is who is packed or launched together."""
     lengths = 70, 1, 20
     learnt, given = weights(shape), inputs(shape, sum(lengths))
     expected = packed(given, learnt, lengths)
@@ -209,6 +209,8 @@ def check_forms(shape: DeltaShape) -> None:
         delta_rule.FORMS = (form,)
         assert same_bits(packed(given, learnt, lengths), expected)
     delta_rule.FORMS = usual
+    delta_rule.FACTORS = 1
+    assert same_bits(packed(given, learnt, lengths), expected)
     ends = 0
     for length in lengths:
         one = given.map(lambda x, part=slice(ends, ends + length): x[part].contiguous())
@@ -432,6 +434,7 @@ def gates() -> None:
 def parts() -> None:
     prepare()
     check_ends()
+    delta_rule.FACTORS = 1  # one sequence a launch
     check_parts(SHAPE, [70, 3], 60, dtype=torch.bfloat16)
     check_rejected(62, 1)
 

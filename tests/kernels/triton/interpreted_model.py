@@ -41,6 +41,7 @@ from tests.kernels.hopper.interpreted_int8_backward import turned
 from tests.kernels.triton.interpreted_attention import prepare as prepare_attention
 from tests.kernels.triton.interpreted_products import prepare as prepare_products
 from tests.models.policies import delta_nets, disturbed, whole_batch
+from tests.rollout.test_drafts import Knowing, guess, known_of
 
 DENSE = ModelConfig("qwen3", 72, 64, 96, 1, 2, 1, 64, 256, 1e-6, 1e4, tied_embeddings=False)
 ADAPTED = replace(DENSE, lora=Lora(4, 8.0, LORA_TARGETS))
@@ -145,6 +146,19 @@ def check_sampled(
     assert ids[0] == ids[1]
 
 
+def check_guessed(policy: Policy, prompts: Sequence[tuple[int, ...]], new: int) -> None:
+    """Guesses change nothing, also where some are wrong."""
+    requests = [
+        Request(Prompt(str(i), "", ids), 0, 1, SamplingParams(new)) for i, ids in enumerate(prompts)
+    ]
+    rollout = RolloutConfig(max_sequences=4, max_batched_tokens=80, kv_pages=6)
+    expected = generate(NativeEngine(policy, rollout, None, 0, RUNNERS["direct"]), requests)
+    engine = NativeEngine(policy, rollout, None, 0, RUNNERS["captured"])
+    guess(engine, Knowing(known_of(requests, expected), 0.7, policy.config.vocab_size, 4))
+    assert generate(engine, requests) == expected
+    assert engine.stats.drafted_tokens > engine.stats.accepted_tokens > 0
+
+
 def scored(policy: Policy) -> Sequence[torch.Tensor]:
     """The log-probabilities of fixed tokens, and the gradients of all masters."""
     generator = torch.Generator().manual_seed(1)
@@ -228,3 +242,8 @@ def hybrid_over_a_chunk() -> None:
     """What is sampled alone: a prompt that ends in front of a chunk's last token, in parts."""
     prepare()
     check_sampled(policy_of(Interpreted, HYBRID, "bf16"), OVER_A_CHUNK, 40)
+
+
+def hybrid_guesses() -> None:
+    prepare()
+    check_guessed(policy_of(Interpreted, HYBRID, "bf16"), OVER_A_CHUNK, 8)

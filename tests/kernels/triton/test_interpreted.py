@@ -74,7 +74,7 @@ def test_a_hybrid(tmp_path: Path) -> None:
     "what",
     [
         "int8", "fp8", "adapters", "phi", "gemma", "gpt_oss", "gpt_oss_in_fp8", "experts_in_int8",
-        "experts_in_fp8", "hybrid_with_experts", "hybrid_over_a_chunk",
+        "experts_in_fp8", "hybrid_with_experts", "hybrid_over_a_chunk", "hybrid_guesses",
     ],
 )  # fmt: skip
 def test_models(what: str, tmp_path: Path) -> None:

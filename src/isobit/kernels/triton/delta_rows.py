@@ -13,6 +13,7 @@ Shapes: T new tokens of n sequences, H value heads, H / r key heads (KH), heads 
 # pyright: reportArgumentType=false, reportOperatorIssue=false
 # (Triton's types know neither launch options nor what a kernel computes with)
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -179,12 +180,16 @@ class DeltaBatch:
 
     def sequences(self, index: torch.Tensor, longest: int) -> "DeltaBatch":
         """Some of them, int64 on the device."""
+        return self._map(lambda x: x.index_select(0, index), longest)
 
-        def some(x: torch.Tensor | None) -> torch.Tensor | None:
-            return None if x is None else x.index_select(0, index)
+    def part(self, first: int, last: int) -> "DeltaBatch":
+        """Views of those from ``first`` to ``last`` - 1."""
+        return self._map(lambda x: x[first:last], self.longest)
 
-        places = (x.index_select(0, index) for x in (self.positions, self.counts, self.tokens))
-        return DeltaBatch(*places, some(self.read), some(self.written), longest)
+    def _map(self, take: Callable[[torch.Tensor], torch.Tensor], longest: int) -> "DeltaBatch":
+        read, written = (x if x is None else take(x) for x in (self.read, self.written))
+        places = (take(x) for x in (self.positions, self.counts, self.tokens))
+        return DeltaBatch(*places, read, written, longest)
 
 
 def padded(size: int) -> int:

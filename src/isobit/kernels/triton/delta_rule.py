@@ -24,7 +24,8 @@ ex2.approx, is the same instruction everywhere.
 
 **Work.**  ``_rule_kernel`` has one program a sequence, value head and block of dv, which walks its
 chunks; ROWS new rows at once: 1 in decoding, 16 for guesses, 64 in prompts and in training.  A
-group's factors of u_j are in global memory, where each step of the chain reads one column.
+group's factors of u_j are in global memory, where each step of the chain reads one column; no more
+sequences are launched at once than have room there.
 FP32 products use no tensor cores, and blocks of dv repeat what is of keys alone: about 200,000
 operations a token and head of 128 x 128.
 
@@ -61,6 +62,7 @@ from isobit.kernels.triton.delta_rows import (
     rows_of,
 )
 from isobit.kernels.triton.memory import to_device
+from isobit.kernels.triton.sizes import FACTOR_COLUMNS, FACTORS
 
 _CHUNK = tl.constexpr(CHUNK)
 _PART = tl.constexpr(16)  # rows of u that a product reads at once
@@ -337,7 +339,7 @@ class RuleForm:
     warps: int
 
 
-FORMS = RuleForm(1, 128, 32, 8), RuleForm(16, 64, 16, 8), RuleForm(CHUNK, 64, 16, 8)
+FORMS = RuleForm(1, 128, 32, 8), RuleForm(16, 64, 16, 8), RuleForm(CHUNK, FACTOR_COLUMNS, 16, 8)
 
 
 def form_of(longest: int) -> RuleForm:
@@ -368,20 +370,27 @@ def apply_rule(
     count, heads = len(batch.positions), shape.value_heads
     columns = min(form.columns, padded(shape.value_dim))
     blocks = triton.cdiv(shape.value_dim, columns)
-    factors = rows.v.new_empty(count * heads * blocks, 2, CHUNK, form.rows)
-    if isinstance(held, DeltaCarries):
-        places = batch.read, batch.written, None
-        kept = held.keys, held.updates, held.decays, held.states
-    else:
-        own = torch.arange(count, dtype=torch.int32, device=output.device)
-        updates = rows.v.new_empty(count, heads, CHUNK, shape.value_dim)
-        places, kept = (None, own, held.first), (None, updates, None, held.states)
-    _rule_kernel[(count, heads, blocks)](
-        rows.q, rows.k, rows.v, rows.decay, rows.beta, batch.positions, batch.counts, batch.tokens,
-        *places, *kept, factors, output, heads, shape.key_heads, shape.key_dim, shape.value_dim,
-        form.rows, columns, min(form.depth, padded(shape.key_dim)),
-        num_warps=form.warps, num_stages=1, enable_fp_fusion=False,
-    )  # fmt: skip
+    of_sequence = heads * blocks * 2 * CHUNK * form.rows
+    at_once = min(count, max(1, FACTORS // of_sequence))
+    factors = rows.v.new_empty(at_once, of_sequence)
+    own = updates = None
+    if not isinstance(held, DeltaCarries):
+        own = torch.arange(at_once, dtype=torch.int32, device=output.device)
+        updates = rows.v.new_empty(at_once, heads, CHUNK, shape.value_dim)
+    for first in range(0, count, at_once):
+        part = batch.part(first, first + at_once)
+        if isinstance(held, DeltaCarries):
+            places = part.read, part.written, None
+            kept = held.keys, held.updates, held.decays, held.states
+        else:
+            places = None, own, held.first[first : first + at_once]
+            kept = None, updates, None, held.states
+        _rule_kernel[(len(part.positions), heads, blocks)](
+            rows.q, rows.k, rows.v, rows.decay, rows.beta, part.positions, part.counts,
+            part.tokens, *places, *kept, factors, output, heads, shape.key_heads, shape.key_dim,
+            shape.value_dim, form.rows, columns, min(form.depth, padded(shape.key_dim)),
+            num_warps=form.warps, num_stages=1, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 class PagedDeltaRule:
