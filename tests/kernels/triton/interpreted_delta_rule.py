@@ -397,7 +397,10 @@ def check_gates(size: int, heads: int, tokens: int) -> None:
     assert torch.equal(whole[3:], operations.gated_norm(*later, weight, 1e-6))
     error = (whole.float() - spec.gated_norm(x, gate, weight, 1e-6).float()).abs()
     assert (error <= whole.float().abs() / 128).all()  # one rounding
-    assert torch.equal(operations.sigmoid_gate(x, gate)[3:], operations.sigmoid_gate(*later))
+    made = operations.sigmoid_gate(x, gate)
+    assert torch.equal(made[3:], operations.sigmoid_gate(*later))
+    apart = torch.cat([gate, gate], 1)[:, : gate.shape[1]]  # rows with others between
+    assert torch.equal(made, operations.sigmoid_gate(x, apart))
 
 
 def check_shared(columns: int, tokens: int) -> None:

@@ -68,7 +68,7 @@ class SpecBackend:
     name = "spec"
     device = torch.device("cpu")
     sizes = sizes
-    hybrid: HybridOperations | None = hybrid_operations
+    hybrid: HybridOperations = hybrid_operations
     is_asynchronous = rounds_alone = False  # matrices are on the grid of the exact GEMM
     memory = None
 

@@ -45,7 +45,7 @@ class TritonBackend:
     sizes: Sizes = portable_sizes
     products: type[Products] = PortableProducts
     is_asynchronous = rounds_alone = True
-    hybrid: HybridOperations | None = TritonHybrid()
+    hybrid: HybridOperations = TritonHybrid()
 
     publish_head = staticmethod(quantise.publish_head)
 
