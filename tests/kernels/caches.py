@@ -32,7 +32,7 @@ def bytes_of_pages(cache: Any) -> list[Tensor]:
     """Every tensor of every layer of a cache of the GPU's back end, as uint8."""
     every = (
         x
-        for pages in cache.layers
+        for pages in cache.layers.values()
         for x in (pages.keys, pages.key_scales, pages.values, pages.value_scales)
     )
     return [x.view(torch.uint8) for x in every if x is not None]

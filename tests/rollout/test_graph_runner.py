@@ -26,6 +26,8 @@ from isobit.rollout.graph_runner import DeviceState, GraphRunner, graph_sizes
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Request
 from isobit.util.errors import NonFiniteError
+from tests.rollout.history_model import having_carries
+from tests.rollout.test_carries import around_chunks, check_same, hybrid, plainly
 from tests.rollout.test_drafts import (
     Knowing,
     check_equal,
@@ -44,6 +46,7 @@ from tests.rollout.test_exactness import (
     requests,
     trainer_log_probs,
 )
+from tests.rollout.test_open_engine import check_empty
 from tests.suites import examples
 
 Groups = list[list[Completion]]
@@ -266,3 +269,20 @@ def test_every_batch_has_a_size_and_the_largest_is_exact(most: int) -> None:
     for batch in range(1, most + 1):
         size = next(size for size in sizes if size >= batch)
         assert size < 2 * batch or size - batch < 64
+
+
+@pytest.mark.parametrize("right", [None, 0.8])
+@pytest.mark.parametrize("few", [0, 1], ids=["roomy", "few"])
+def test_what_is_carried_goes_with_each_step(few: int, right: float | None) -> None:
+    """Rows of a sample's guesses are one sequence of its delta rules; padding has a carry of its
+    own.
+    """
+    policy, wanted, expected = hybrid("bf16"), around_chunks(), plainly("bf16")
+    with having_carries((30, 5)[few]):
+        engine, (runner,) = make_engine(policy, **({"max_sequences": 12}, {"kv_pages": 8})[few])
+    if right is not None:
+        guess(engine, Knowing(known_of(wanted, expected), right, policy.config.vocab_size, 7))
+    check_same(generate(engine, wanted), expected)
+    assert (engine.stats.accepted_tokens > 20) == (right is not None)
+    assert {key.verifies for key in runner._steps} == {False} | ({True} if right else set())
+    check_empty(engine)

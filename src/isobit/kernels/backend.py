@@ -118,9 +118,7 @@ class Backend(Protocol):
     def sizes(self) -> Sizes: ...
 
     @property
-    def hybrid(self) -> HybridOperations | None:
-        """None where the device computes no gated delta nets (``Support.model_problem``)."""
-        ...
+    def hybrid(self) -> HybridOperations: ...
 
     # Weights
 
@@ -572,9 +570,8 @@ class ModelNeeds:
     num_kv_heads: int
     head_dim: int
     preset: str
-    linears: tuple[LinearShape, ...] = ()  # each shape once
+    linears: tuple[LinearShape, ...] = ()  # those that may be quantised, each shape once
     has_frozen_experts: bool = False
-    has_delta_rule: bool = False
 
 
 class Support(Protocol):

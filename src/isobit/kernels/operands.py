@@ -339,13 +339,21 @@ class PagedBatch:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """One new token for each of B sequences, on the device."""
+    """One new token for each of B sequences, on the device; or of several of one (``places``)."""
 
     positions: torch.Tensor  # int64 [B], of the new token in its sequence
     slots: torch.Tensor  # int64 [B]: where its K and V go
     table: torch.Tensor  # int32 [B, pages]
     lengths: torch.Tensor  # int32 [B]: tokens in the cache, the new one included
     max_length: int  # a bound of the lengths, now and when a captured step is replayed
+    carries: torch.Tensor | None = None
+    """int32 [2, B], for delta rules: those of ``PagedBatch``; a sequence at position 0 may go on
+    from one all the same, where nobody reads what comes of it.
+    """
+    places: torch.Tensor | None = None
+    """int64 [B]: how many rows stand before this one that are of the same sequence, one token after
+    the other, which to attention are sequences of their own; None where none has more than one.
+    """
 
 
 @dataclass(frozen=True, slots=True)

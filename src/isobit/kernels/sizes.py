@@ -61,11 +61,15 @@ class ExpertBytes:
 
 @dataclass(frozen=True, slots=True)
 class DeltaBytes:
-    """Upper bounds of the bytes of a gated delta rule, a token each."""
+    """Upper bounds of the bytes of a gated delta rule, a token each, but for the last two: what is
+    made for any number of tokens, where that is in no workspace.
+    """
 
     saved: int  # what the forward leaves for the backward beside its inputs
     made: int  # the most that it allocates beside its inputs, its output and what it saves
     gradients: int  # the most that its backward allocates beside the gradients of its inputs
+    made_once: int = 0
+    gradients_once: int = 0
 
 
 class Sizes(Protocol):

@@ -72,7 +72,7 @@ def passing_bytes(
     return {
         **{name: size + head_sum * (name in _OF_HEAD) for name, size in workspaces.items()},
         "a layer, forward": max(
-            layer.forward(recompute, tokens, attended) + layer.mlp.made_once for layer in layers
+            layer.forward(recompute, tokens, attended) + layer.made_once for layer in layers
         )
         + _product_sums(flow.training, sizes, tokens),
         "a layer, backward": max(
@@ -96,7 +96,7 @@ def scoring_bytes(
     head = (size for moment, size in workspaces.items() if not moment.endswith(of_training))
     layers = _layers(shape, flow, sizes)
     layer = max(
-        tokens * layer.scoring + attended * layer.attention.attended + layer.mlp.made_once
+        tokens * layer.scoring + attended * layer.attention.attended + layer.made_once
         for layer in layers
     )
     layer += _product_sums(flow.training, sizes, tokens)
@@ -134,11 +134,16 @@ class _Layer:
 
     def once(self, recompute: Recompute, tokens: int) -> int:
         """What the backward makes independently of the tokens."""
-        matrices = max(0, max(self.attention.once, self.mlp.once) - tokens * self.mlp.input)
-        if not self.mlp.made_once:
-            return matrices
+        halves = self.attention, self.mlp
+        matrices = max(0, max(half.once for half in halves) - tokens * self.mlp.input)
+        beside = [half.once for half in halves if half.made_once]
         padding = 0 if recompute == "none" else self.mlp.saved_once
-        return max(matrices, self.mlp.once) + padding
+        return max([matrices, *beside]) + padding
+
+    @property
+    def made_once(self) -> int:
+        """What a forward makes independently of the tokens."""
+        return max(self.attention.made_once, self.mlp.made_once)
 
     @property
     def scoring(self) -> int:

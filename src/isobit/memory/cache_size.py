@@ -439,17 +439,21 @@ def forward_bytes(
     """What the largest forward of the engine takes on a GPU, beside weights and cache.
 
     Per token: the residual stream twice, a norm and an output of a linear in BF16, what the MLP
-    makes, Q, K and V before and after, and what is noted of its experts. In total: what experts
-    take, the concatenated keys of a prompt chunk, and logits with what sampling keeps of them.
+    makes, Q, K and V before and after, or what a delta net makes, and what is noted of its experts.
+    In total: what experts or a delta rule take, the concatenated keys of a prompt chunk, and logits
+    with what sampling keeps of them.
 
     Captured steps share one memory, as large as the largest takes; those that verify guesses add
     their rows. Guesses need no page that the plan does not have: none stands behind the length that
     a sequence may have, and pages that others wait for are not taken for them.
     """
     qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    halves = [layer.mlp.bytes(sizes, flow.rollout) for layer in build_decoder(shape).layers]
-    made, once = max(half.made for half in halves), max(half.made_once for half in halves)
-    token = 8 * shape.hidden_size + 12 * qkv + made + sum(half.noted for half in halves)
+    layers = build_decoder(shape).layers
+    halves = [layer.mlp.bytes(sizes, flow.rollout) for layer in layers]
+    nets = [layers[layer].attention.bytes(sizes, flow.rollout) for layer in shape.delta_layers]
+    made, once = max(half.made for half in halves), max(one.made_once for one in (*halves, *nets))
+    attended = max(12 * qkv, *(net.made for net in nets)) if nets else 12 * qkv
+    token = 8 * shape.hidden_size + attended + made + sum(half.noted for half in halves)
     tokens = batched_tokens(config, sizes)
     keys = 4 * shape.num_kv_heads * shape.head_dim * (tokens + shape.max_positions)
     verified = SPECULATED_ROWS if config.speculation else 0

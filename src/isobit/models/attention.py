@@ -8,7 +8,6 @@ the KV cache or in packed sequences.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -55,6 +54,7 @@ class Attention:
         path, hidden = f"layers.{layer}", config.hidden_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self._layer, self._config = layer, config
+        self._orders = dict[torch.device, torch.Tensor]()
         self._shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
         self._norms = UnitNorms.of(config, "attention", layer, f"{path}.qkv_proj")
         checkpoint = f"model.{path}.self_attn"
@@ -243,32 +243,42 @@ class Attention:
     ) -> torch.Tensor:
         return out if gate is None else weights.hybrid.sigmoid_gate(out, gate)
 
-    @cached_property
-    def _order(self) -> torch.Tensor | None:
-        """The elements of a head as ``_paired`` puts them, int64 [D]; None where it moves none."""
+    @property
+    def _is_reordered(self) -> bool:
+        """Whether ``_paired`` changes heads that have norms."""
+        return self._config.rotary_size != self._config.head_dim and self._config.qk_norm
+
+    def _order(self, device: torch.device) -> torch.Tensor | None:
+        """The elements of a head as ``_paired`` puts them, int64 [D]; None where it moves none.  It
+        is sent once, since a step that is being captured sends nothing.
+        """
         dim, turned = self._config.head_dim, self._config.rotary_size // 2
-        if 2 * turned == dim or not self._config.qk_norm:
+        if not self._is_reordered:
             return None
-        order = torch.arange(dim)
-        middle = order[turned : turned + dim // 2]
-        middle.copy_(middle.roll(dim // 2 - turned))
-        return order
+        if device not in self._orders:
+            order = torch.arange(dim)
+            middle = order[turned : turned + dim // 2]
+            middle.copy_(middle.roll(dim // 2 - turned))
+            self._orders[device] = order.to(device)
+        return self._orders[device]
 
     def _head_norm(self, weights: Weights, name: str) -> torch.Tensor | None:
         """The weight of ``q_norm`` or ``k_norm`` [D] for heads that ``_paired`` has changed."""
         if not self._config.qk_norm:
             return None
         weight = weights.plain[f"layers.{self._layer}.{name}.weight"]
-        return weight if self._order is None else weight[self._order.to(weight.device)]
+        order = self._order(weight.device)
+        return weight if order is None else weight.index_select(0, order)
 
     def _add_reordered(self, gradient: Gradient, made: QkvGradients) -> None:
         """Add gradients of the weights of changed heads to those of the masters."""
-        if self._order is None:
+        if not self._is_reordered:
             return
         for name, grad in (("q_norm", made.q_norm), ("k_norm", made.k_norm)):
-            if grad is not None:
+            order = None if grad is None else self._order(grad.device)
+            if grad is not None and order is not None:
                 master = gradient(f"layers.{self._layer}.{name}.weight")
-                master[self._order.to(master.device)] += grad
+                master[order] += grad
 
     def bytes(self, sizes: Sizes, graph: Graph) -> UnitBytes:
         config = self._config
@@ -358,7 +368,7 @@ class Attention:
         if config.lora is not None:
             return QkvGradients(None, None, None)
         norms = [gradient(name) for name in (q_norm, k_norm)] if config.qk_norm else [None, None]
-        if self._order is not None:  # added by ``_add_reordered``
+        if self._is_reordered:  # added by ``_add_reordered``
             norms = [torch.zeros_like(one) for one in norms if one is not None]
         return QkvGradients(
             *norms,

@@ -198,9 +198,13 @@ class DeltaNet:
                 projected + sizes.gradient(sites[0], sum(sites[0].parts), self._front.width),
             ),
             once=max(
-                sizes.transposed(site, linear.shape.in_features)
-                for site, linear in zip(sites, (*linears, self._out), strict=True)
+                rule.gradients_once,
+                *(
+                    sizes.transposed(site, linear.shape.in_features)
+                    for site, linear in zip(sites, (*linears, self._out), strict=True)
+                ),
             ),
+            made_once=rule.made_once,
             attended=inputs + rule.made + values,
             attended_gradients=2 * inputs + rule.gradients + 2 * values,
         )

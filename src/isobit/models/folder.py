@@ -74,11 +74,12 @@ def choose_device(wanted: Device, config: ModelConfig, precision: PrecisionConfi
 def model_needs(config: ModelConfig, preset: str) -> backend.ModelNeeds:
     """The requirements of a model in a flow on a back end."""
     every = (site.linear for site in decoder_shape(config).sites)
-    linears = {(linear.rows, linear.in_features): linear for linear in every if linear is not None}
+    quantised = (linear for linear in every if linear is not None and not linear.is_plain)
+    linears = {(linear.rows, linear.in_features): linear for linear in quantised}
     sizes = config.num_heads, config.num_kv_heads, config.head_dim
     is_frozen = config.lora is not None and config.experts is not None
     shapes = tuple(linears.values())
-    return backend.ModelNeeds(*sizes, preset, shapes, is_frozen, config.delta is not None)
+    return backend.ModelNeeds(*sizes, preset, shapes, is_frozen)
 
 
 def read_config(folder: Path) -> ModelConfig:

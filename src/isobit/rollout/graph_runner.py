@@ -12,8 +12,11 @@ Guesses (``isobit.rollout.drafts``) are rows of their own in such a step: to att
 rows of a sample are as many sequences with the same pages, each one token longer than the one
 before, whose K and V are all written before any is read. So a row's kernels, and its bits, are
 those of decoding, a step is captured for a number of rows however they are shared out, and the keys
-of a sample are read once for each of its rows. The device itself counts the guesses that it has
-drawn.
+of a sample are read once for each of its rows. To a delta rule they are one sequence
+(``DecodeBatch.places``). The device itself counts the guesses that it has drawn.
+
+The carries that each row's sequence reads and writes, of a model with delta rules, the host sends
+with a step: it knows how many tokens are in the cache. Rows of padding have one of their own.
 
 Drawn tokens travel to the host behind the step that made them; ``TokensInFlight`` waits for them.
 
@@ -28,7 +31,7 @@ a page of its own.
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -136,19 +139,25 @@ class DeviceState:
         """Forget all samples."""
         self.forget(list(self._slots))
 
-    def batch(self, rows: torch.Tensor, max_length: int) -> tuple[torch.Tensor, DecodeBatch]:
-        """The tokens int64 [B] of rows, and where their K and V go.
+    def batch(
+        self, rows: torch.Tensor, max_length: int, carries: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, DecodeBatch]:
+        """The tokens int64 [B] of rows, and where their K and V go; ``carries`` as in
+        ``DecodeBatch``.
 
         ``rows`` is int64 [1, B]: a slot each, of which the newest token is meant. Where guesses are
         among them it is [3, B], also the token that is guessed, -1 for the newest, and how many
         rows of the slot stand before this one.
         """
         tokens, positions, table = self.tokens[rows[0]], self.lengths[rows[0]], self._table[rows[0]]
-        if len(rows) > 1:
-            tokens, positions = torch.where(rows[1] < 0, tokens, rows[1]), positions + rows[2]
+        places = rows[2] if len(rows) > 1 else None
+        if places is not None:
+            tokens, positions = torch.where(rows[1] < 0, tokens, rows[1]), positions + places
         pages = table.gather(1, (positions // self._page_tokens)[:, None])[:, 0].long()
         slots = pages * self._page_tokens + positions % self._page_tokens
-        return tokens, DecodeBatch(positions, slots, table, (positions + 1).int(), max_length)
+        lengths = (positions + 1).int()
+        batch = DecodeBatch(positions, slots, table, lengths, max_length, carries, places)
+        return tokens, batch
 
     def append(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         """``tokens`` int64 [B] were drawn from ``rows``: what precedes them is in the cache now. Of
@@ -268,15 +277,19 @@ class GraphRunner:
             raise ConfigError(f"{problem}; use device 'cpu'")
         name_fallbacks(backend, policy.flow)
         self._policy, self._backend = policy, backend
-        # the last page is for padding
-        num_pages = size.pages
-        self._cache = empty_cache(policy, replace(size, pages=num_pages + 1))
+        # the last page is for padding, and so is the last carry
+        num_pages, self._padding_carry = size.pages, size.carries
+        carries = size.carries + 1 if size.carries else 0
+        self._cache = empty_cache(policy, CacheSize(num_pages + 1, carries))
         self.page_tokens = self._cache.page_tokens
         max_pages = -(-config.max_positions // self.page_tokens)
         self._state = DeviceState(max_sequences, max_pages, self.page_tokens, num_pages, backend)
         self._sizes, self._verified_sizes = graph_sizes(max_sequences), graph_sizes(SPECULATED_ROWS)
         widest = max(self._sizes[-1], SPECULATED_ROWS)
         self._rows = torch.zeros((3, widest), dtype=torch.int64, device=policy.device)
+        self._carries: Tensor | None = None
+        if carries:
+            self._carries = torch.zeros((2, widest), dtype=torch.int32, device=policy.device)
         self._steps: dict[_StepKey, Captured] = {}
         self._seconds: dict[tuple[int, int], tuple[float, float]] = {}
         self._drawn: list[DrawnFor] = []
@@ -301,9 +314,16 @@ class GraphRunner:
         reach, adapter = self._backend.reach(longest), samples[0].adapter
         step = self._captured(_StepKey(size, reach, filtered, adapter, verifies))
         rows = self._rows[: len(columns), :size]
-        padding = (self._state.padding, -1, 0)
-        padded = [own + [pad] * (size - n) for own, pad in zip(columns, padding, strict=False)]
-        rows.copy_(self._backend.to_device(torch.tensor(padded)))
+        padding = [self._state.padding, -1, 0][: len(columns)]
+        if self._carries is not None:
+            found = [sample.carries(1 + len(sample.draft)) for sample in samples]
+            columns += [list(column) for column in zip(*found, strict=True)]
+            padding += [self._padding_carry] * 2
+        padded = [own + [pad] * (size - n) for own, pad in zip(columns, padding, strict=True)]
+        sent = self._backend.to_device(torch.tensor(padded))
+        rows.copy_(sent[: len(rows)])
+        if self._carries is not None:
+            self._carries[:, :size].copy_(sent[len(rows) :])
         outputs = step.replay()
         if filtered:
             drawn = self._draw(outputs[0][:n], range(n), samples)
@@ -436,6 +456,8 @@ class GraphRunner:
         rows = self._rows[: 3 if key.verifies else 1, : key.size]
         for row, padding in zip(rows, (self._state.padding, -1, 0), strict=False):
             row.fill_(padding)
+        if self._carries is not None:
+            self._carries.fill_(self._padding_carry)
         return rows
 
     def _capture(self, key: _StepKey) -> Captured:
@@ -446,7 +468,8 @@ class GraphRunner:
 
     @torch.no_grad()
     def _step(self, rows: Tensor, key: _StepKey) -> tuple[Tensor, ...]:
-        token_ids, batch = self._state.batch(rows, key.reach)
+        carries = None if self._carries is None else self._carries[:, : key.size]
+        token_ids, batch = self._state.batch(rows, key.reach, carries)
         attend = self._backend.decode_attention(self._cache, batch)
         states = rollout_states(self._policy, token_ids, attend, key.adapter)
         logits = self._logits(states.hidden)

@@ -35,7 +35,7 @@ def test_pages_are_zero_and_of_the_promised_size(mixed: PrecisionFlow) -> None:
     cache = GpuKvCache(SHAPE, mixed, 5, "cpu")
     assert sum(x.nbytes for x in bytes_of_pages(cache)) == 5 * sizes.page_bytes(SHAPE, mixed)
     assert all(x.is_contiguous() and not x.any() for x in bytes_of_pages(cache))
-    for pages, format in zip(cache.layers, cache.formats, strict=True):
+    for pages, format in zip(cache.layers.values(), cache.formats.values(), strict=True):
         assert pages.keys.shape == (5, 2, PAGE_TOKENS, 64)
         if format in EIGHT_BITS:
             assert pages.values.shape == (5, 2, 64, PAGE_TOKENS)
@@ -67,7 +67,7 @@ def test_read_gives_a_token_back(preset: str) -> None:
     for x in bytes_of_pages(cache):
         x.copy_(torch.randint(0, 120, x.shape))
     slots = torch.tensor([2 * PAGE_TOKENS + 7, 0, PAGE_TOKENS + 127])
-    for layer, pages in enumerate(cache.layers):
+    for layer, pages in cache.layers.items():
         k, v = cache.read(layer, slots)
         assert k.values.shape == v.values.shape == (
             3,

@@ -17,13 +17,20 @@ import numpy as np
 import torch
 from triton.runtime import interpreter
 
-from isobit.kernels.operands import DeltaGradients, DeltaInputs, DeltaShape, DeltaWeights
+from isobit.kernels.operands import (
+    DeltaGradients,
+    DeltaInputs,
+    DeltaShape,
+    DeltaWeights,
+    PagedBatch,
+)
 from isobit.kernels.spec import delta_rule as spec
+from isobit.kernels.spec import hybrid
 from isobit.kernels.triton import delta_rows, delta_rule
-from isobit.kernels.triton.delta_gates import TritonHybrid
-from isobit.kernels.triton.delta_rows import CHUNK, DeltaSlots
+from isobit.kernels.triton.delta_rows import CHUNK
 from isobit.kernels.triton.delta_rule import PagedDeltaRule, RuleForm
 from isobit.kernels.triton.delta_rule_training import PackedDeltaRule
+from isobit.kernels.triton.hybrid import TritonHybrid
 from tests.kernels.comparison import relative_error
 from tests.kernels.triton.interpreted_qkv import convert
 
@@ -81,7 +88,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @dataclass
 class Rollout:
-    """Sequences whose tokens come in parts, each with the slot of its last page."""
+    """Sequences whose tokens come in parts, each with the carry of its last token."""
 
     given: DeltaInputs
     learnt: DeltaWeights
@@ -91,8 +98,8 @@ class Rollout:
         shape = self.learnt.shape
         self.free = list(range(3 * len(self.lengths) + 2))
         random.shuffle(self.free)
-        self.slots = DeltaSlots(shape, len(self.free), self.given.x.dtype, CPU)
-        for tensor in self.slots.tensors:
+        self.carries = empty_carries(shape, len(self.free), self.given.x.dtype)
+        for tensor in self.carries.tensors:
             tensor.fill_(torch.nan)
         self.held = [-1] * len(self.lengths)
         self.done = [0] * len(self.lengths)
@@ -100,39 +107,60 @@ class Rollout:
             (sum(self.lengths), shape.values), torch.nan, dtype=self.given.x.dtype
         )
 
-    def slot(self, n: int, last: int, moves: bool) -> int:
-        """That a sequence's next tokens up to ``last`` are written to: a new one where the chunk
-        ends, or where it ``moves``.
+    def carry(self, n: int, last: int) -> int:
+        """The carry that a sequence's next tokens up to ``last`` are written to: another one where
+        they go on to a further chunk.
         """
         same = (last - 1) // CHUNK == max(self.done[n] - 1, 0) // CHUNK
-        return self.held[n] if same and self.held[n] >= 0 and not moves else self.free.pop()
+        return self.held[n] if same and self.held[n] >= 0 else self.free.pop()
 
-    def put(self, lasts: dict[int, int], moves: bool = False) -> None:
+    def put(self, lasts: dict[int, int]) -> None:
         """Of each sequence the tokens up to ``last`` - 1."""
         starts = [sum(self.lengths[:n]) for n in lasts]
         positions = [self.done[n] for n in lasts]
         spans = [torch.arange(*one) for one in zip(positions, lasts.values(), strict=True)]
         tokens = torch.cat([start + span for start, span in zip(starts, spans, strict=True)])
         read = [self.held[n] for n in lasts]
-        written = [self.slot(n, last, moves) for n, last in lasts.items()]
+        written = [self.carry(n, last) for n, last in lasts.items()]
         part = self.given.map(lambda one: one[tokens])
         counts = [len(span) for span in spans]
         if set(counts) == {1}:
             places = (torch.tensor(x, dtype=torch.int32) for x in (positions, read, written))
             rule = PagedDeltaRule.decoding(*places)
         else:
-            rule = PagedDeltaRule.of(positions, counts, read, written, CPU)
-        self.output[tokens] = rule.forward(self.slots, part, self.learnt)
+            rule = paged(positions, counts, read, written)
+        self.output[tokens] = rule.forward(self.carries, part, self.learnt)
         for n, new in zip(lasts, written, strict=True):
             if new != self.held[n] and self.held[n] >= 0:
                 self.free.append(self.held[n])
             self.held[n], self.done[n] = new, lasts[n]
 
+    def go_back(self, n: int, carry: int, done: int) -> None:
+        """A sequence has so many tokens, the last ones in that carry, which is free or its own."""
+        if carry != self.held[n]:
+            self.free.remove(carry)
+            self.free.append(self.held[n])
+        self.held[n], self.done[n] = carry, done
 
-def check_parts(
-    shape: DeltaShape, lengths: Sequence[int], most: int, moves: bool, dtype: torch.dtype
-) -> None:
-    """Whatever is in the slots before, however tokens come, and whoever comes with them."""
+
+def batch_of(
+    positions: Sequence[int], counts: Sequence[int], read: Sequence[int], written: Sequence[int]
+) -> PagedBatch:
+    lengths = tuple(map(sum, zip(positions, counts, strict=True)))
+    none = torch.zeros(len(counts), 0, dtype=torch.int64)
+    return PagedBatch(tuple(counts), lengths, none, none, torch.tensor([read, written]))
+
+
+def paged(*columns: Sequence[int]) -> PagedDeltaRule:
+    return PagedDeltaRule.of(batch_of(*columns), CPU)
+
+
+def empty_carries(shape: DeltaShape, count: int, dtype: torch.dtype) -> spec.DeltaCarries:
+    return spec.DeltaCarries(shape, count, dtype, lambda sizes, d: torch.zeros(sizes, dtype=d))
+
+
+def check_parts(shape: DeltaShape, lengths: Sequence[int], most: int, dtype: torch.dtype) -> None:
+    """Whatever is in the carries before, however tokens come, and whoever comes with them."""
     learnt, given = weights(shape), inputs(shape, sum(lengths), dtype)
     rollout = Rollout(given, learnt, lengths)
     while left := [n for n, length in enumerate(lengths) if rollout.done[n] < length]:
@@ -142,23 +170,19 @@ def check_parts(
             if random.random() < 0.8
         }
         if lasts:
-            rollout.put(lasts, moves and random.random() < 0.5)
+            rollout.put(lasts)
     assert same_bits(rollout.output, packed(given, learnt, lengths))
 
 
-def check_moves() -> None:
-    """Slots that change in the middle of a chunk, at its end and behind it; with the specification,
+def check_ends() -> None:
+    """Parts that end in the middle of a chunk, at its end and behind it; with the specification,
     since a packed batch and a prompt may share a fault.
     """
     length, learnt = 200, weights(SHAPE)
     given = inputs(SHAPE, length)
     rollout = Rollout(given, learnt, [length])
-    for last, moves in (
-        (30, False), (31, True), (40, True), (64, False), (65, False), (66, True), (67, True),
-        (100, False), (101, False), (104, False), (105, True), (128, True), (130, False),
-        (131, False), (194, True), (length, False),
-    ):  # fmt: skip
-        rollout.put({0: last}, moves)
+    for last in (30, 31, 40, 64, 65, 66, 67, 100, 104, 105, 128, 130, 131, 194, length):
+        rollout.put({0: last})
     assert same_bits(rollout.output, packed(given, learnt, [length]))
     theirs, _ = spec.PackedDelta((length,)).forward(given, learnt)
     for part in (slice(0, 64), slice(64, 128), slice(128, 192), slice(192, 200)):
@@ -176,7 +200,7 @@ def check_decoding(shape: DeltaShape, start: int, length: int) -> None:
 
 
 def check_forms(shape: DeltaShape) -> None:
-    """Rows at once, columns and depth are in no bit; nor is who is packed together."""
+    """Rows at once, columns and depth are in no bit; nor is who is packed or launched together."""
     lengths = 70, 1, 20
     learnt, given = weights(shape), inputs(shape, sum(lengths))
     expected = packed(given, learnt, lengths)
@@ -185,6 +209,8 @@ def check_forms(shape: DeltaShape) -> None:
         delta_rule.FORMS = (form,)
         assert same_bits(packed(given, learnt, lengths), expected)
     delta_rule.FORMS = usual
+    delta_rule.FACTORS = 1
+    assert same_bits(packed(given, learnt, lengths), expected)
     ends = 0
     for length in lengths:
         one = given.map(lambda x, part=slice(ends, ends + length): x[part].contiguous())
@@ -193,8 +219,8 @@ def check_forms(shape: DeltaShape) -> None:
 
 
 def check_rejected(at: int, accepted: int) -> None:
-    """Guesses of which some are wrong, and the rows that replace them; where guesses went to a new
-    slot, the one that was read is as it was.
+    """Guesses of which some are wrong, and the rows that replace them. Where they reach a further
+    chunk, the carry that was read has those of its own chunk, and what it had before.
     """
     learnt = weights(SHAPE)
     right, wrong = inputs(SHAPE, 100), inputs(SHAPE, 100)
@@ -205,43 +231,56 @@ def check_rejected(at: int, accepted: int) -> None:
         one[at + accepted :] = other[at + accepted :]
     rollout.given = mixed
     older = rollout.held[0]
-    held = [one[older].clone() for one in rollout.slots.tensors]
     rollout.put({0: at + 4})
-    if rollout.held[0] != older:
-        assert all(
-            torch.equal(one[older].nan_to_num(), was.nan_to_num())
-            for one, was in zip(rollout.slots.tensors, held, strict=True)
-        )
-        if not accepted:
-            rollout.free.remove(older)
-            rollout.held[0] = older
-    rollout.given, rollout.done[0] = right, at + accepted
-    rollout.put({0: at + accepted + 1})
+    done = at + accepted
+    if (done - 1) // CHUNK == (at - 1) // CHUNK:
+        rollout.go_back(0, older, done)
+    rollout.given, rollout.done[0] = right, done
+    rollout.put({0: done + 1})
     rollout.put({0: 100})
     assert same_bits(rollout.output, packed(right, learnt, [100]))
 
 
-def check_contents() -> None:
-    """A slot holds its chunk as the specification's carry does, up to the rounding of sums."""
-    length, learnt = 64 + 37, weights(SHAPE)
-    given = inputs(SHAPE, length, torch.bfloat16)
-    rollout = Rollout(given, learnt, [length])
-    for last in (50, 80, 81, length):
-        rollout.put({0: last})
-    carries = spec.DeltaCarries(SHAPE, 1, torch.bfloat16, lambda n, d: torch.zeros(n, dtype=d))
-    none = torch.zeros(1, 0, dtype=torch.int64)
-    batch = spec.PagedBatch((length,), (length,), none, none, torch.tensor([[-1], [0]]))
-    spec.PagedDelta(batch).forward(carries, given, learnt)
-    slots, slot = rollout.slots, rollout.held[0]
-    assert torch.equal(slots.inputs[slot, : SHAPE.width - 1 + 37], given.x[64 - SHAPE.width + 1 :])
-    for ours, theirs in (
-        (slots.keys[slot, :, :37], carries.keys[0, :, :37]),
-        (slots.updates[slot, :, :37], carries.updates[0, :, :37]),
-        (slots.decays[slot, :, :37], carries.decays[0, :, :37]),
-        (slots.states[slot], carries.states[0]),
-    ):
-        assert relative_error(ours, theirs) < 2e-6
-        assert ours.norm() > 0.1
+def check_begun_again() -> None:
+    """A sequence that stands in front of its carry's first row, since the token there is put
+    through again.
+    """
+    learnt = weights(SHAPE)
+    given = inputs(SHAPE, 140)
+    rollout = Rollout(given, learnt, [140])
+    rollout.put({0: 129})
+    for last in (129, 132):
+        rollout.done[0] = 128
+        rule = paged([128], [last - 128], rollout.held, rollout.held)
+        part = given.map(lambda one, last=last: one[128:last])
+        rollout.output[128:last] = rule.forward(rollout.carries, part, learnt)
+        rollout.done[0] = last
+    rollout.put({0: 140})
+    assert same_bits(rollout.output, packed(given, learnt, [140]))
+
+
+def check_carries(at: int, stop: int) -> None:
+    """Both carries of a forward hold what the specification's do, up to the rounding of sums."""
+    learnt = weights(SHAPE)
+    given = inputs(SHAPE, stop, torch.bfloat16)
+    ours, theirs = (empty_carries(SHAPE, 2, torch.bfloat16) for _ in range(2))
+    parts = ([0, at, -1, 0], [at, stop, 0, 1]) if at else ([0, stop, -1, 0],)
+    for first, last, read, written in parts:
+        part = given.map(lambda one, some=slice(first, last): one[some])
+        batch = batch_of([first], [last - first], [read], [written])
+        PagedDeltaRule.of(batch, CPU).forward(ours, part, learnt)
+        spec.PagedDelta(batch).forward(theirs, part, learnt)
+    width = SHAPE.width - 1
+    for carry, rows in enumerate([CHUNK, stop - stop // CHUNK * CHUNK] if at else [stop]):
+        mine, its = (one.inputs[carry, : width + rows] for one in (ours, theirs))
+        assert torch.equal(mine, its) and mine[width:].any(1).all()
+        for mine, its in (
+            (ours.keys[carry, :, :rows], theirs.keys[carry, :, :rows]),
+            (ours.updates[carry, :, :rows], theirs.updates[carry, :, :rows]),
+            (ours.decays[carry, :, :rows], theirs.decays[carry, :, :rows]),
+            (ours.states[carry], theirs.states[carry]),
+        ):
+            assert relative_error(mine, its) < 2e-6 if its.any() else not mine.any()
 
 
 def check_output(shape: DeltaShape, lengths: Sequence[int]) -> None:
@@ -358,24 +397,57 @@ def check_gates(size: int, heads: int, tokens: int) -> None:
     assert torch.equal(whole[3:], operations.gated_norm(*later, weight, 1e-6))
     error = (whole.float() - spec.gated_norm(x, gate, weight, 1e-6).float()).abs()
     assert (error <= whole.float().abs() / 128).all()  # one rounding
-    assert torch.equal(operations.sigmoid_gate(x, gate)[3:], operations.sigmoid_gate(*later))
+    made = operations.sigmoid_gate(x, gate)
+    assert torch.equal(made[3:], operations.sigmoid_gate(*later))
+    apart = torch.cat([gate, gate], 1)[:, : gate.shape[1]]  # rows with others between
+    assert torch.equal(made, operations.sigmoid_gate(x, apart))
+
+
+def check_shared(columns: int, tokens: int) -> None:
+    """As near to FP64 as FP32 is, rounded once; a row's bits are its own."""
+    operations = TritonHybrid()
+    routed, shared, dy = (torch.randn(tokens, columns) for _ in range(3))
+    gate = torch.randn(tokens) * 3
+    leaves = [one.double().requires_grad_() for one in (routed, shared, gate)]
+    wanted = leaves[0] + leaves[2].sigmoid()[:, None] * leaves[1]
+    gradients = torch.autograd.grad(wanted, leaves, dy.double())[1:]
+    made = operations.add_shared(routed, shared, gate)
+    of = operations.add_shared_backward(dy, shared, gate)
+    for ours, true in zip((made, *of), (wanted.detach(), *gradients), strict=True):
+        assert relative_error(ours, true) < 5e-7
+    routed, shared, dy = (one.bfloat16() for one in (routed, shared, dy))
+    whole = operations.add_shared(routed, shared, gate)
+    later = [one[3:].contiguous() for one in (routed, shared, gate, dy)]
+    assert torch.equal(whole[3:], operations.add_shared(*later[:3]))
+    of = operations.add_shared_backward(dy, shared, gate)
+    again = operations.add_shared_backward(later[3], later[1], later[2])
+    assert all(torch.equal(one[3:], other) for one, other in zip(of, again, strict=True))
+    error = (whole.float() - hybrid.add_shared(routed, shared, gate).float()).abs()
+    assert (error <= whole.float().abs() / 128).all()  # one rounding
 
 
 def gates() -> None:
     prepare()
+    check_shared(24, 9)
+    check_shared(640, 5)
     check_gates(24, 3, 40)
     check_gates(128, 2, 9)
 
 
 def parts() -> None:
     prepare()
-    check_moves()
-    check_parts(SHAPE, [70, 3], 60, moves=True, dtype=torch.bfloat16)
+    check_ends()
+    delta_rule.FACTORS = 1  # one sequence a launch
+    check_parts(SHAPE, [70, 3], 60, dtype=torch.bfloat16)
+    check_rejected(62, 1)
 
 
 def contents() -> None:
     prepare()
-    check_contents()
+    check_begun_again()
+    check_carries(0, 40)
+    for at, stop in ((60, 70), (64, 65), (3, 140)):
+        check_carries(at, stop)
 
 
 def accuracy() -> None:
@@ -391,14 +463,14 @@ def forms() -> None:
 
 def rejected() -> None:
     prepare()
-    for at, accepted in ((1, 1), (60, 2), (62, 0), (64, 0), (64, 2)):
+    for at, accepted in ((1, 1), (60, 2), (62, 0), (62, 2), (62, 3), (64, 0), (64, 2)):
         check_rejected(at, accepted)
 
 
 def whole() -> None:
     prepare()
-    check_parts(OTHER, [130, 200, 64, 5], 100, moves=True, dtype=torch.float32)
-    check_parts(SHAPE, [193, 128, 65], 150, moves=False, dtype=torch.float32)
+    check_parts(OTHER, [130, 200, 64, 5], 100, dtype=torch.float32)
+    check_parts(SHAPE, [193, 128, 65], 150, dtype=torch.float32)
     check_decoding(SHAPE, 1, 70)
     check_decoding(OTHER, 120, 135)
     check_output(SHAPE, [200, 64, 65, 3])

@@ -40,7 +40,8 @@ from tests.kernels.comparison import relative_error
 from tests.kernels.hopper.interpreted_int8_backward import turned
 from tests.kernels.triton.interpreted_attention import prepare as prepare_attention
 from tests.kernels.triton.interpreted_products import prepare as prepare_products
-from tests.models.policies import disturbed, whole_batch
+from tests.models.policies import delta_nets, disturbed, whole_batch
+from tests.rollout.test_drafts import Knowing, guess, known_of
 
 DENSE = ModelConfig("qwen3", 72, 64, 96, 1, 2, 1, 64, 256, 1e-6, 1e4, tied_embeddings=False)
 ADAPTED = replace(DENSE, lora=Lora(4, 8.0, LORA_TARGETS))
@@ -51,8 +52,13 @@ GEMMA = replace(
 )  # fmt: skip
 MIXED = replace(DENSE, family="qwen3_moe", experts=Experts(4, 2, 40, renormalise=True))
 GPT_OSS = replace(MIXED, family="gpt_oss", num_layers=2, sliding_window=3, windowless_layers=(1,))
+HYBRID = replace(DENSE, family="qwen3_5_text", num_layers=2, **delta_nets("qwen3_5_text", 2))
+HYBRID_EXPERTS = replace(
+    HYBRID, family="qwen3_next", experts=Experts(4, 2, 40, renormalise=True, shared_size=40)
+)
 LENGTHS = (3, 4)
 PROMPTS = ((5, 7, 9, 11, 13), (5, 8))
+OVER_A_CHUNK = ((5, 8), tuple(range(3, 66)))
 NEW_TOKENS = 3
 RUNNERS: dict[str, Callable[[Any, CacheSize], Any]] = {
     "direct": PolicyRunner,
@@ -119,23 +125,38 @@ def policy_of(
     return disturbed(random_policy(config, preset, 0))
 
 
-def check_sampled(policy: Policy) -> None:
+def check_sampled(
+    policy: Policy, prompts: Sequence[tuple[int, ...]] = PROMPTS, batched: int = 4
+) -> None:
     """By both runners, whose tokens are the same."""
     sampling_of = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.8)
     requests = [
-        Request(Prompt(str(i), "", ids), 0, 1, sampling_of) for i, ids in enumerate(PROMPTS)
+        Request(Prompt(str(i), "", ids), 0, 1, sampling_of) for i, ids in enumerate(prompts)
     ]
-    rollout = RolloutConfig(max_sequences=4, max_batched_tokens=4, kv_pages=6)
+    rollout = RolloutConfig(max_sequences=4, max_batched_tokens=batched, kv_pages=6)
     scorer, drawn = Scorer(policy), dict[str, list[TokenSequence]]()
     for name, runner in RUNNERS.items():
         made = generate(NativeEngine(policy, rollout, None, 0, runner), requests)
         drawn[name] = [one.sequence for completions in made for one in completions]
         batch = lay_end_to_end(drawn[name])
         found = Comparison.of_batch(batch, scorer.score(batch))
-        assert found.tokens_compared == NEW_TOKENS * len(PROMPTS)
+        assert found.tokens_compared == NEW_TOKENS * len(prompts)
         assert not found.differs, (name, found)
     ids = [[list(one.token_ids) for one in sequences] for sequences in drawn.values()]
     assert ids[0] == ids[1]
+
+
+def check_guessed(policy: Policy, prompts: Sequence[tuple[int, ...]], new: int) -> None:
+    """Guesses change nothing, also where some are wrong."""
+    requests = [
+        Request(Prompt(str(i), "", ids), 0, 1, SamplingParams(new)) for i, ids in enumerate(prompts)
+    ]
+    rollout = RolloutConfig(max_sequences=4, max_batched_tokens=80, kv_pages=6)
+    expected = generate(NativeEngine(policy, rollout, None, 0, RUNNERS["direct"]), requests)
+    engine = NativeEngine(policy, rollout, None, 0, RUNNERS["captured"])
+    guess(engine, Knowing(known_of(requests, expected), 0.7, policy.config.vocab_size, 4))
+    assert generate(engine, requests) == expected
+    assert engine.stats.drafted_tokens > engine.stats.accepted_tokens > 0
 
 
 def scored(policy: Policy) -> Sequence[torch.Tensor]:
@@ -207,3 +228,22 @@ def experts_in_int8() -> None:
 
 def experts_in_fp8() -> None:
     check(MIXED, "fp8")
+
+
+def hybrid() -> None:
+    check(HYBRID, "bf16")
+
+
+def hybrid_with_experts() -> None:
+    check(HYBRID_EXPERTS, "bf16")
+
+
+def hybrid_over_a_chunk() -> None:
+    """What is sampled alone: a prompt that ends in front of a chunk's last token, in parts."""
+    prepare()
+    check_sampled(policy_of(Interpreted, HYBRID, "bf16"), OVER_A_CHUNK, 40)
+
+
+def hybrid_guesses() -> None:
+    prepare()
+    check_guessed(policy_of(Interpreted, HYBRID, "bf16"), OVER_A_CHUNK, 8)

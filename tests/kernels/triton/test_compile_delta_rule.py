@@ -9,7 +9,7 @@ import pytest
 import triton
 import triton.language as tl
 
-from isobit.kernels.triton import delta_gates, delta_rows, delta_rule, pointwise
+from isobit.kernels.triton import delta_gates, delta_rows, delta_rule, hybrid, pointwise
 from isobit.kernels.triton.delta_rows import CHUNK
 from isobit.kernels.triton.delta_rule import FORMS, RuleForm
 from tests.kernels.hopper.ahead_of_time import Compiled
@@ -21,13 +21,14 @@ TYPES = {
     **dict.fromkeys(("Q", "K", "V", "DECAY", "BETA", "KEYS", "UPDATES", "DECAYS"), "*fp32"),
     **dict.fromkeys(("STATES", "FACTORS", "SUMS"), "*fp32"),
     **dict.fromkeys(("DY", "GATE", "WEIGHT", "DX", "D_GATE"), "*bf16"),
+    **dict.fromkeys(("ROUTED", "SHARED", "D_SHARED"), "*bf16"),
     **dict.fromkeys(("tokens", "count", "rows_of_block"), "i32"),
     "STATE": "*i32",
     "epsilon": "fp32",
 }
 HEADS = {"H": 32, "KH": 16, "DK": 128, "DV": 128}
-OF_SLOTS = "READ", "KEYS", "DECAYS"
-SPILLED = {1: {86: 32, 89: 32}, CHUNK: {80: 72}}
+OF_CARRIES = "READ", "KEYS", "DECAYS"
+SPILLED = {1: {80: 12, 86: 28, 89: 28}, 16: {80: 72, 120: 96, 121: 96}, CHUNK: {80: 72}}
 """Bytes of a thread by the rows of a program, and by generation."""
 
 
@@ -64,7 +65,7 @@ def test_a_product_is_one_chain_an_element(rows: int, warps: int) -> None:
 
 
 def rule(form: RuleForm, in_training: bool = False) -> Compiled:
-    constants: dict[str, Any] = HEADS | dict.fromkeys(OF_SLOTS if in_training else ("STATE",))
+    constants: dict[str, Any] = HEADS | dict.fromkeys(OF_CARRIES if in_training else ("STATE",))
     constants |= {"ROWS": form.rows, "BV": form.columns, "BK": form.depth}
     return compile_portable(
         delta_rule._rule_kernel, TYPES, constants, form.warps, num_stages=1, most_stack=80
@@ -99,12 +100,14 @@ def test_rows(in_training: bool) -> None:
     made = compile_portable(delta_rows._rows_kernel, TYPES, constants, 4)
     assert "fma" not in made.ptx
     assert made.wide_loads and made.wide_stores
-    assert_assembles(made)
+    assert_assembles(made, {} if in_training else {100: 4, 103: 4})
 
 
 def test_steps_and_gates() -> None:
     width, rows, warps = pointwise.layout(128)
     norm = {"D": 128, "WIDTH": width, "ROWS": rows}
+    of_row, rows_of_program, warps_of_row = pointwise.layout(2048)
+    row = {"C": 2048, "WIDTH": of_row, "ROWS": rows_of_program}
     for kernel, constants, warps_of_kernel in (
         (delta_rows._steps_kernel, {"H": 32, "SIZE": delta_rows.STEPS}, 4),
         (delta_gates._gated_norm_kernel, norm, warps),
@@ -112,5 +115,9 @@ def test_steps_and_gates() -> None:
         (delta_gates._gated_norm_backward_kernel, norm | {"SUMS": None}, warps),
         (delta_gates._sigmoid_kernel, {"WIDTH": 1024}, 4),
         (delta_gates._sigmoid_backward_kernel, {"WIDTH": 1024}, 4),
+        (hybrid._add_kernel, row, warps_of_row),
+        (hybrid._add_backward_kernel, row, warps_of_row),
     ):
-        assert_assembles(compile_portable(kernel, TYPES, constants, warps_of_kernel))
+        of_shared = {"GATE": "*fp32", "D_GATE": "*fp32"} if "C" in constants else {}
+        types = TYPES | of_shared
+        assert_assembles(compile_portable(kernel, types, constants, warps_of_kernel))

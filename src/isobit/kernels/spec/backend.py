@@ -68,7 +68,7 @@ class SpecBackend:
     name = "spec"
     device = torch.device("cpu")
     sizes = sizes
-    hybrid: HybridOperations | None = hybrid_operations
+    hybrid: HybridOperations = hybrid_operations
     is_asynchronous = rounds_alone = False  # matrices are on the grid of the exact GEMM
     memory = None
 
@@ -128,9 +128,16 @@ class SpecBackend:
         return PagedAttention(cache, batch, positions)
 
     def decode_attention(self, cache: KvCache, batch: DecodeBatch) -> PagedAttention:
-        """Paged attention with one new token for each sequence."""
-        lengths = tuple(batch.lengths.tolist())
-        paged = PagedBatch((1,) * len(lengths), lengths, batch.table.long(), batch.slots)
+        """Paged attention of the rows of each sequence."""
+        places = batch.places
+        if places is None:
+            places = torch.zeros_like(batch.positions)
+        first = (places == 0).nonzero()[:, 0]
+        last = torch.cat([first[1:] - 1, torch.tensor([len(places) - 1])])
+        counts, lengths = (last - first + 1).tolist(), batch.lengths[last].tolist()
+        carries = None if batch.carries is None else batch.carries[:, first].long()
+        table = batch.table[first].long()
+        paged = PagedBatch(tuple(counts), tuple(lengths), table, batch.slots, carries)
         return self.paged_attention(cache, paged, batch.positions)
 
     def capture(

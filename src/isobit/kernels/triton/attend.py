@@ -9,6 +9,9 @@ one launch a tensor copies pages in all layers:
     int8    the same with FP32 scales
     bf16    values alone
 
+Layers with a delta rule have carries in place of pages (``DeltaCarries``), one tensor a layer and
+content.
+
 ``PackedAttention`` is that of the training forward, causal within each sequence of a packed batch.
 ``DecodeAttention`` takes one token a sequence and reads nothing from the host, so a CUDA graph can
 capture it.  ``PagedAttention`` takes any ragged batch: single new tokens use the decode kernel, and
@@ -26,15 +29,21 @@ import triton.language as tl
 
 from isobit.kernels.operands import (
     DecodeBatch,
+    DeltaGradients,
+    DeltaInputs,
+    DeltaWeights,
     KvShape,
     PagedBatch,
     QkvTransform,
     is_observed,
     observe_heads,
 )
+from isobit.kernels.spec.delta_rule import DeltaCarries
 from isobit.kernels.spec.qkv import Heads
 from isobit.kernels.triton.attention import SCALES, PackedKeys, PagedKeys
 from isobit.kernels.triton.attention_backward import sinks_backward
+from isobit.kernels.triton.delta_rule import PagedDeltaRule
+from isobit.kernels.triton.delta_rule_training import PackedDeltaRule, SavedDeltaRule
 from isobit.kernels.triton.heads import PAGE_TOKENS
 from isobit.kernels.triton.memory import to_device
 from isobit.kernels.triton.products import Products
@@ -57,18 +66,33 @@ class GpuKvCache:
     page_tokens = PAGE_TOKENS
 
     def __init__(
-        self, shape: KvShape, flow: PrecisionFlow, num_pages: int, device: torch.device | str
+        self,
+        shape: KvShape,
+        flow: PrecisionFlow,
+        num_pages: int,
+        device: torch.device | str,
+        num_carries: int = 0,
     ) -> None:
         self.num_pages = num_pages
         self.formats = page_formats(shape, flow)
+        formats = list(self.formats.values())
         self._arenas = {
-            format: _Arena.zeros(self.formats.count(format), num_pages, shape, format, device)
-            for format in dict.fromkeys(self.formats)
+            format: _Arena.zeros(formats.count(format), num_pages, shape, format, device)
+            for format in dict.fromkeys(formats)
         }
-        self.layers = [
-            self._arenas[format].layer(self.formats[:i].count(format))
-            for i, format in enumerate(self.formats)
-        ]
+        self.layers = {
+            layer: self._arenas[format].layer(formats[:i].count(format))
+            for i, (layer, format) in enumerate(self.formats.items())
+        }
+        self.delta = dict[int, DeltaCarries]()
+        if shape.delta is not None:
+            dtype = DTYPES[flow.rollout.activations]
+
+            def zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+                return torch.zeros(sizes, dtype=dtype, device=device)
+
+            for layer in shape.delta_layers:
+                self.delta[layer] = DeltaCarries(shape.delta, num_carries, dtype, zeros)
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         if not sources:
@@ -94,8 +118,14 @@ class GpuKvCache:
         )
 
     def copy_carries(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """There are none."""
-        assert not sources, "models with delta rules are refused on a GPU"
+        """Copy carries of every layer, ``sources[i]`` to ``targets[i]``; targets differ."""
+        if not sources or not self.delta:
+            return
+        device = next(iter(self.delta.values())).states.device
+        read, written = to_device(torch.tensor([list(sources), list(targets)]), device)
+        for carries in self.delta.values():
+            for tensor in carries.tensors:
+                tensor.index_copy_(0, written, tensor.index_select(0, read))
 
     def clear_pages(self, pages: Sequence[int]) -> None:
         for arena in self._arenas.values():
@@ -109,6 +139,9 @@ class GpuKvCache:
             arena.values.zero_()
             if arena.scales is not None:
                 arena.scales.zero_()
+        for carries in self.delta.values():
+            for tensor in carries.tensors:
+                tensor.zero_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,15 +255,15 @@ class PackedAttention:
         positions: torch.Tensor,
     ) -> None:
         """``positions`` int64 [T], on the GPU."""
-        self._products = products
-        self._formats: list[Format] = [
-            site.forward for site in graph.sites if site.kind == "attention"
-        ]
+        self._products, self._graph = products, graph
         self._positions, self._longest = positions, max(lengths)
         ends = torch.tensor(lengths, dtype=torch.int32)
         self._starts, self._lengths = (
             to_device(x.int(), positions.device) for x in (ends.cumsum(0) - ends, ends)
         )
+        self._delta: PackedDeltaRule | None = None
+        if any(site.kind == "delta" for site in graph.sites):
+            self._delta = PackedDeltaRule(lengths, positions.device)
 
     def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
         """[T, (H + 2 G) D] -> [T, H D]."""
@@ -240,7 +273,7 @@ class PackedAttention:
         self, layer: int, qkv: torch.Tensor, transform: QkvTransform
     ) -> tuple[torch.Tensor, Attended]:
         """[T, (H + 2 G) D] -> [T, H D], and what the backward reads."""
-        format = self._formats[layer]
+        format = self._graph.attention_format(layer)
         as_bytes = self._products.as_bytes
         queries, keys = encode_packed(qkv, transform, self._positions, format, as_bytes)
         if is_observed():
@@ -267,6 +300,32 @@ class PackedAttention:
             queries.values, queries.scales, keys, output, attended.log_sum_exp,
             d_output.view_as(output), self._starts, self._lengths, self._longest, attended.window,
         )  # fmt: skip
+
+    def delta_rule(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> torch.Tensor:
+        """-> [T, values]"""
+        del layer  # there is no state from one call to the next
+        return self._rule.forward(inputs, weights)[0]
+
+    def delta_rule_saving(
+        self, inputs: DeltaInputs, weights: DeltaWeights
+    ) -> tuple[torch.Tensor, SavedDeltaRule]:
+        """[T, values], and what the backward reads."""
+        return self._rule.forward(inputs, weights)
+
+    def delta_rule_backward(
+        self,
+        saved: SavedDeltaRule,
+        d_output: torch.Tensor,
+        weights: DeltaWeights,
+        gradients: DeltaGradients,
+    ) -> DeltaInputs:
+        """The gradient of [T, values] -> those of the inputs, in the same dtype."""
+        return self._rule.backward(saved, d_output, weights, gradients)
+
+    @property
+    def _rule(self) -> PackedDeltaRule:
+        assert self._delta is not None, "the flow has delta rules"
+        return self._delta
 
 
 def query_heads(queries: Queries) -> Heads:
@@ -296,6 +355,11 @@ class DecodeAttention:
 
     def __init__(self, products: type[Products], cache: GpuKvCache, batch: DecodeBatch) -> None:
         self._products, self._cache, self._batch = products, cache, batch
+        self._delta: PagedDeltaRule | None = None
+        if cache.delta:
+            assert batch.carries is not None, "sequences of a model with delta rules have carries"
+            read, written = batch.carries
+            self._delta = PagedDeltaRule.decoding(batch.positions, read, written, batch.places)
 
     def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
         batch, pages = self._batch, self._cache.layers[layer]
@@ -307,6 +371,11 @@ class DecodeAttention:
             transform.window, transform.sinks,
         )  # fmt: skip
         return out.view(qkv.shape[0], -1)
+
+    def delta_rule(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> torch.Tensor:
+        """-> [T, values]"""
+        assert self._delta is not None, "the cache has carries for it"
+        return self._delta.forward(self._cache.delta[layer], inputs, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +415,7 @@ class PagedAttention:
         """``batch`` on the host, ``positions`` int64 [T] on the GPU."""
         self._products, self._cache, self._positions = products, cache, positions
         self._slots = to_device(batch.slots, positions.device)
+        self._delta = PagedDeltaRule.of(batch, positions.device) if cache.delta else None
         counts, lengths = (
             torch.tensor(batch.counts, dtype=torch.int32),
             torch.tensor(batch.lengths, dtype=torch.int32),
@@ -378,6 +448,11 @@ class PagedAttention:
             singles = self._attend_singles(layer, queries, *seen)
             out.index_copy_(0, self._singles.rows, singles)
         return out.view(qkv.shape[0], -1)
+
+    def delta_rule(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> torch.Tensor:
+        """-> [T, values]"""
+        assert self._delta is not None, "the cache has carries for it"
+        return self._delta.forward(self._cache.delta[layer], inputs, weights)
 
     def _attend_singles(
         self, layer: int, queries: Queries, window: int | None, sinks: torch.Tensor | None

@@ -21,6 +21,7 @@ from isobit.kernels.triton import (
 )
 from isobit.kernels.triton import sizes as portable_sizes
 from isobit.kernels.triton.attention import PART
+from isobit.kernels.triton.hybrid import TritonHybrid
 from isobit.kernels.triton.lowering import lower_for_sm_80
 from isobit.kernels.triton.memory import (
     CapturedGraph,
@@ -44,7 +45,7 @@ class TritonBackend:
     sizes: Sizes = portable_sizes
     products: type[Products] = PortableProducts
     is_asynchronous = rounds_alone = True
-    hybrid: HybridOperations | None = None
+    hybrid: HybridOperations = TritonHybrid()
 
     publish_head = staticmethod(quantise.publish_head)
 
@@ -103,8 +104,7 @@ class TritonBackend:
     def kv_cache(
         self, shape: KvShape, flow: PrecisionFlow, num_pages: int, num_carries: int
     ) -> KvCache:
-        assert num_carries == 0, "models with delta rules are refused on a GPU"
-        return attend.GpuKvCache(shape, flow, num_pages, self.device)
+        return attend.GpuKvCache(shape, flow, num_pages, self.device, num_carries)
 
     def paged_attention(
         self, cache: KvCache, batch: PagedBatch, positions: torch.Tensor

@@ -102,7 +102,8 @@ def _sigmoid_backward_kernel(DY, X, GATE, DX, D_GATE, count, WIDTH: tl.constexpr
 def gated_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
-    """RMSNorm of each head times silu of its gate, [T, H DV] each and contiguous; weight [DV]."""
+    """RMSNorm of each head times silu of its gate, [T, H DV] each; weight [DV]."""
+    x, gate = x.contiguous(), gate.contiguous()
     size = len(weight)
     out, count = torch.empty_like(x), x.numel() // size
     width, rows, warps = layout(size)
@@ -124,6 +125,7 @@ def gated_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of x and of the gate; that of the weight is added to ``grad``, FP32 [DV]."""
     size = len(weight)
+    dy, x, gate = dy.contiguous(), x.contiguous(), gate.contiguous()
     dx, d_gate, count = torch.empty_like(x), torch.empty_like(gate), x.numel() // size
     if not count:
         return dx, d_gate
@@ -143,7 +145,8 @@ def gated_norm_backward(
 
 
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x times the sigmoid of its gate, [T, N] each and contiguous."""
+    """x times the sigmoid of its gate, [T, N] each."""
+    x, gate = x.contiguous(), gate.contiguous()
     out, width = torch.empty_like(x), columns_of_program(x.numel())
     if len(x):
         _sigmoid_kernel[(triton.cdiv(x.numel(), width),)](
@@ -156,6 +159,7 @@ def sigmoid_gate_backward(
     dy: torch.Tensor, x: torch.Tensor, gate: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of x and of the gate."""
+    dy, x, gate = dy.contiguous(), x.contiguous(), gate.contiguous()
     dx, d_gate = torch.empty_like(x), torch.empty_like(gate)
     width = columns_of_program(x.numel())
     if len(x):
@@ -163,12 +167,3 @@ def sigmoid_gate_backward(
             dy, x, gate, dx, d_gate, x.numel(), width, num_warps=4, enable_fp_fusion=False
         )
     return dx, d_gate
-
-
-class TritonHybrid:
-    """``HybridOperations`` of a GPU, but for those of a shared expert."""
-
-    gated_norm = staticmethod(gated_norm)
-    gated_norm_backward = staticmethod(gated_norm_backward)
-    sigmoid_gate = staticmethod(sigmoid_gate)
-    sigmoid_gate_backward = staticmethod(sigmoid_gate_backward)

@@ -1,9 +1,10 @@
 """What a row of the gated delta rule is computed from: its convolution with silu, the norms of q
-and k, the decay g and beta; and the slots that sequences go on from.
+and k, the decay g and beta.
 
 The formulas are those of ``isobit.kernels.spec.delta_rule``: FP32 sums from the oldest input on,
 rounded to the dtype of x, then FP32.  A vector's squares are added two neighbours at a time.  The
-inputs in front of a sequence's first new row come from its slot, and new ones go to a slot.
+inputs in front of a sequence's first new row come from the carry that it reads, and new ones go to
+that one and to the one that it writes, each as far as they are of its chunk.
 
 Shapes: T new tokens of n sequences, H value heads, H / r key heads (KH), heads of DK and DV.
 """
@@ -12,15 +13,17 @@ Shapes: T new tokens of n sequences, H value heads, H / r key heads (KH), heads 
 # pyright: reportArgumentType=false, reportOperatorIssue=false
 # (Triton's types know neither launch options nor what a kernel computes with)
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.operands import DeltaInputs, DeltaShape, DeltaWeights
+from isobit.kernels.operands import DELTA_CHUNK, DeltaInputs, DeltaWeights
+from isobit.kernels.spec.delta_rule import DeltaCarries
 
-CHUNK = 64
+CHUNK = DELTA_CHUNK
 _CHUNK = tl.constexpr(CHUNK)
 _EPSILON = tl.constexpr(1e-6)  # of the lengths of q and k
 STEPS = 128  # numbers of g that a program makes
@@ -48,15 +51,18 @@ def _softplus(x):
 
 
 @triton.jit
-def open_chunk(position):
-    """The chunk that a slot holds in front of a position: at a multiple of 64 the one before."""
-    return tl.maximum(position - 1, 0) // _CHUNK
+def carried_chunk(position, stop, is_one):
+    """The chunk that a sequence's carry is of, in front of the new rows ``position`` .. ``stop`` -
+    1: that of the row before; but where the carry is written too (``is_one``), that of them all,
+    which may begin with it.
+    """
+    return tl.where(is_one, stop - 1, tl.maximum(position - 1, 0)) // _CHUNK
 
 
 @triton.jit
 def _sums_of_squares(x, VECTORS: tl.constexpr, LEVELS: tl.constexpr):
     """FP32 [VECTORS, 2^LEVELS] -> [VECTORS, 1], two neighbours at a time, so in any layout the
-    same: the forms of the kernel with and without slots may have others.
+    same: the forms of the kernel with and without carries may have others.
     """
     x = x * x
     for level in tl.static_range(LEVELS):
@@ -87,7 +93,7 @@ def _rows_kernel(
     2^LEVELS numbers; ROOT is 1 / sqrt(DK).  INPUTS, READ and WRITTEN may be None.
     """
     channels: tl.constexpr = 2 * KH * DK + H * DV
-    held: tl.constexpr = _CHUNK + WIDTH - 1  # inputs of a slot
+    held: tl.constexpr = _CHUNK + WIDTH - 1  # inputs of a carry
     program = tl.program_id(0).to(tl.int64)
     of_keys = (tokens * (2 * KH) + VECTORS - 1) // VECTORS
     is_key = program < of_keys
@@ -106,8 +112,10 @@ def _rows_kernel(
     row = (t - tl.load(TOKEN + n)).to(tl.int32)  # among the new ones
     total = tl.zeros([VECTORS, 1 << LEVELS], tl.float32)
     if INPUTS is not None:
-        read = tl.load(READ + n).to(tl.int64)
-        shift = WIDTH - 1 - open_chunk(position) * _CHUNK  # position -> row of the slot read
+        stop = position + tl.load(COUNT + n)
+        read, written = tl.load(READ + n).to(tl.int64), tl.load(WRITTEN + n).to(tl.int64)
+        chunk = carried_chunk(position, stop, read == written)
+        shift = WIDTH - 1 - chunk * _CHUNK  # position -> row of the carry read
         source = INPUTS + (read * held + shift) * channels + channel
     for place in tl.static_range(WIDTH):
         back = WIDTH - 1 - place
@@ -128,14 +136,14 @@ def _rows_kernel(
     else:
         tl.store(V + (t * H + head) * DV + i, active, mask=inside)
     if INPUTS is not None:
-        written = tl.load(WRITTEN + n).to(tl.int64)
-        stop = position + tl.load(COUNT + n)
-        begin = (stop - 1) // _CHUNK * _CHUNK - (WIDTH - 1)  # of the slot written
+        begin = (stop - 1) // _CHUNK * _CHUNK - (WIDTH - 1)  # of the carry written
         to = INPUTS + written * held * channels + channel
-        own = position + row - begin
+        own = position + row
         x = tl.load(X + t * channels + channel, mask=inside, other=0.0)
-        tl.store(to + own * channels, x, mask=inside & (own >= 0))
-        moves = is_there & (row == 0) & (read != written)  # then what is before moves too
+        tl.store(to + (own - begin) * channels, x, mask=inside & (own >= begin))
+        is_its = (read >= 0) & (read != written) & (own < (chunk + 1) * _CHUNK)
+        tl.store(source + own * channels, x, mask=inside & is_its)
+        moves = is_there & (row == 0) & (read != written)  # then what is in front moves too
         for old in range(0, tl.max(tl.where(moves, position - begin, 0))):
             seen = begin + old
             copied = inside & moves & (seen < position)
@@ -156,30 +164,6 @@ class DeltaRows:
     beta: torch.Tensor
 
 
-class DeltaSlots:
-    """What sequences go on from in one layer, a slot each."""
-
-    def __init__(
-        self, shape: DeltaShape, slots: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        """Zeros; ``dtype`` is that of x."""
-
-        def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.zeros(slots, *sizes, dtype=dtype, device=device)
-
-        heads = shape.value_heads
-        self.inputs = zeros(CHUNK + shape.width - 1, shape.channels, dtype=dtype)
-        self.keys = zeros(heads, CHUNK, shape.key_dim)
-        self.updates = zeros(heads, CHUNK, shape.value_dim)
-        self.decays = zeros(heads, CHUNK)
-        self.states = zeros(heads, shape.key_dim, shape.value_dim)
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The first dimension of each is slots."""
-        return self.inputs, self.keys, self.updates, self.decays, self.states
-
-
 @dataclass(frozen=True, slots=True)
 class DeltaBatch:
     """New tokens of n sequences; int32 [n] on the device."""
@@ -187,21 +171,25 @@ class DeltaBatch:
     positions: torch.Tensor  # of the first new token
     counts: torch.Tensor  # new tokens
     tokens: torch.Tensor  # the row of the first one among the tokens of all sequences
-    read: torch.Tensor | None  # the slot that a sequence goes on from; -1 where it begins
+    read: torch.Tensor | None  # the carry that a sequence goes on from; -1 where it begins
     written: torch.Tensor | None
-    """The slot of its last row.  It is the slot read only where that holds the same chunk.  None,
-    as ``read``, in training, which has no slots.
+    """The carry of its last row (``PagedBatch.carries``).  None, as ``read``, in training, which
+    has no carries.
     """
     longest: int  # a bound of the counts
 
     def sequences(self, index: torch.Tensor, longest: int) -> "DeltaBatch":
         """Some of them, int64 on the device."""
+        return self._map(lambda x: x.index_select(0, index), longest)
 
-        def some(x: torch.Tensor | None) -> torch.Tensor | None:
-            return None if x is None else x.index_select(0, index)
+    def part(self, first: int, last: int) -> "DeltaBatch":
+        """Views of those from ``first`` to ``last`` - 1."""
+        return self._map(lambda x: x[first:last], self.longest)
 
-        places = (x.index_select(0, index) for x in (self.positions, self.counts, self.tokens))
-        return DeltaBatch(*places, some(self.read), some(self.written), longest)
+    def _map(self, take: Callable[[torch.Tensor], torch.Tensor], longest: int) -> "DeltaBatch":
+        read, written = (x if x is None else take(x) for x in (self.read, self.written))
+        places = (take(x) for x in (self.positions, self.counts, self.tokens))
+        return DeltaBatch(*places, read, written, longest)
 
 
 def padded(size: int) -> int:
@@ -214,10 +202,10 @@ def rows_of(
     weights: DeltaWeights,
     batch: DeltaBatch,
     owners: torch.Tensor,
-    slots: DeltaSlots | None,
+    carries: DeltaCarries | None,
 ) -> DeltaRows:
-    """Convolution, silu, norms, decay and beta of new tokens, whose x go to the slots written;
-    ``owners`` int32 [T], the sequence of each token.
+    """Convolution, silu, norms, decay and beta of new tokens, whose x go to the carries of their
+    chunks; ``owners`` int32 [T], the sequence of each token.
     """
     shape, tokens, x = weights.shape, len(inputs.x), inputs.x
     heads, key_heads = shape.value_heads, shape.key_heads
@@ -236,7 +224,7 @@ def rows_of(
     vectors = triton.cdiv(tokens * 2 * key_heads, VECTORS) + triton.cdiv(tokens * heads, VECTORS)
     _rows_kernel[(vectors,)](
         x, weights.convolution, owners, batch.positions, batch.counts, batch.tokens, batch.read,
-        batch.written, None if slots is None else slots.inputs, rows.q, rows.k, rows.v, tokens,
+        batch.written, None if carries is None else carries.inputs, rows.q, rows.k, rows.v, tokens,
         heads, key_heads, shape.key_dim, shape.value_dim, shape.width,
         padded(max(shape.key_dim, shape.value_dim)).bit_length() - 1, VECTORS, shape.key_dim**-0.5,
         num_warps=4, enable_fp_fusion=False,

@@ -24,15 +24,18 @@ ex2.approx, is the same instruction everywhere.
 
 **Work.**  ``_rule_kernel`` has one program a sequence, value head and block of dv, which walks its
 chunks; ROWS new rows at once: 1 in decoding, 16 for guesses, 64 in prompts and in training.  A
-group's factors of u_j are in global memory, where each step of the chain reads one column.
+group's factors of u_j are in global memory, where each step of the chain reads one column; no more
+sequences are launched at once than have room there.
 FP32 products use no tensor cores, and blocks of dv repeat what is of keys alone: about 200,000
 operations a token and head of 128 x 128.
 
-**Slots.**  What a sequence goes on from is in a slot (``DeltaSlots``): S0, the keys, u and G of the
-open chunk, and its inputs behind the ``width`` - 1 in front of it.  At a position that is a
-multiple of 64 the open chunk is the previous one, whole, and S1 is computed by whoever writes row
-0, so rows that were rejected leave nothing.  In training no slot is read or written, and the states
-in front of chunks are kept for the backward.
+**Carries.**  What a sequence goes on from is in a carry (``DeltaCarries``): S0, the keys, u and G
+of its chunk, and its inputs behind the ``width`` - 1 in front of it.  New rows of the chunk that is
+read go to its carry, those of the last chunk to the one that is written, with S0; of chunks in
+between the state alone is there for a while, and u.  At a position that is a multiple of 64 the
+chunk that is read is the previous one, whole, and S1 is computed by whoever writes row 0, so rows
+that were rejected leave nothing.  In training no carry is read or written, and the states in front
+of chunks are kept for the backward.
 
 Shapes: T new tokens of n sequences, H value heads, H / r key heads (KH), heads of DK and DV.
 """
@@ -48,17 +51,18 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.operands import DeltaInputs, DeltaShape, DeltaWeights
+from isobit.kernels.operands import DeltaInputs, DeltaShape, DeltaWeights, PagedBatch
+from isobit.kernels.spec.delta_rule import DeltaCarries
 from isobit.kernels.triton.delta_rows import (
     CHUNK,
     DeltaBatch,
     DeltaRows,
-    DeltaSlots,
-    open_chunk,
+    carried_chunk,
     padded,
     rows_of,
 )
 from isobit.kernels.triton.memory import to_device
+from isobit.kernels.triton.sizes import FACTOR_COLUMNS, FACTORS
 
 _CHUNK = tl.constexpr(CHUNK)
 _PART = tl.constexpr(16)  # rows of u that a product reads at once
@@ -66,7 +70,7 @@ _PART = tl.constexpr(16)  # rows of u that a product reads at once
 
 @triton.jit
 def _keys(new, held, old, row, end, d, KH: tl.constexpr, DK: tl.constexpr):
-    """FP32 [row, d]: rows of the chunk below ``old`` from the slot, whose head's keys begin at
+    """FP32 [row, d]: rows of the chunk below ``old`` from the carry, whose head's keys begin at
     ``held``, those below ``end`` from the new tokens: at ``new`` is that of row 0, if it is one.
     """
     inside = (d < DK)[None, :]
@@ -200,46 +204,35 @@ def _put_next_state(
 
 
 @triton.jit
-def _move_updates(source, to, moves, old, column, DV: tl.constexpr):
-    """If ``moves``, u of the rows below ``old`` from the slot read to the slot written."""
-    if moves:
-        row = tl.arange(0, _CHUNK)
-        at = row[:, None] * DV + column[None, :]
-        is_old = (row < old)[:, None] & (column < DV)[None, :]
-        tl.store(to + at, tl.load(source + at, mask=is_old), mask=is_old)
-        tl.debug_barrier()
-
-
-@triton.jit
-def _move_state(
-    source, exists, to, moves, column, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr
+def _put_no_state(
+    to, is_first, column, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr
 ):
-    """If ``moves``, S0 to the slot written."""
-    if moves:
+    """Write the S0 of a sequence's first chunk, if it is that."""
+    if is_first:
         depth = tl.arange(0, BK)
+        zeros = tl.zeros([BK, BV], tl.float32)
         for first in range(0, DK, BK):
             d = first + depth
-            at = d[:, None] * DV + column[None, :]
             is_there = (d < DK)[:, None] & (column < DV)[None, :]
-            s = tl.load(source + at, mask=is_there & exists, other=0.0)
-            tl.store(to + at, s, mask=is_there)
+            tl.store(to + d[:, None] * DV + column[None, :], zeros, mask=is_there)
 
 
 @triton.jit
 def _put_keys(
-    k, held, to, decays, to_decays, old, lowest, end, KH: tl.constexpr, DK: tl.constexpr,
+    k, is_kept, to, decays, to_decays, old, end, KH: tl.constexpr, DK: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """Keys and G of the rows from ``lowest`` on, to the slot written."""
-    row = tl.arange(0, _CHUNK)
-    depth = tl.arange(0, BK)
-    is_new = (row >= lowest) & (row < end)
-    for first in range(0, DK, BK):
-        d = first + depth
-        keys = _keys(k, held, old, row, end, d, KH, DK)
-        inside = is_new[:, None] & (d < DK)[None, :]
-        tl.store(to + row[:, None] * DK + d[None, :], keys, mask=inside)
-    tl.store(to_decays + row, decays, mask=is_new)
+    """Keys and G of the new rows of a chunk, to its carry, if it is kept."""
+    if is_kept & (tl.program_id(2) == 0):
+        row = tl.arange(0, _CHUNK)
+        depth = tl.arange(0, BK)
+        is_new = (row >= old) & (row < end)
+        for first in range(0, DK, BK):
+            d = first + depth
+            inside = is_new[:, None] & (d < DK)[None, :]
+            keys = tl.load(k + row[:, None] * (KH * DK) + d[None, :], mask=inside, other=0.0)
+            tl.store(to + row[:, None] * DK + d[None, :], keys, mask=inside)
+        tl.store(to_decays + row, decays, mask=is_new)
 
 
 @triton.jit
@@ -250,9 +243,9 @@ def _rule_kernel(
 ):  # fmt: skip
     """One program a sequence, value head and BV columns of DV.
 
-    WORK is the slot written, and in training a row of UPDATES; READ is then not there, nor are KEYS
-    and DECAYS, and the state in front of a sequence's chunk c > 0 is kept in STATES at STATE + c -
-    1. FACTORS [program, 2, 64, ROWS] is for the program alone.
+    WORK is the carry written, and in training a row of UPDATES; READ is then not there, nor are
+    KEYS and DECAYS, and the state in front of a sequence's chunk c > 0 is kept in STATES at STATE +
+    c - 1.  FACTORS [program, 2, 64, ROWS] is for the program alone.
     """
     n = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
@@ -262,27 +255,29 @@ def _rule_kernel(
     program = (n * H + h) * tl.num_programs(2) + tl.program_id(2)
     factors = FACTORS + program * (2 * _CHUNK * ROWS)
     position = tl.load(POSITION + n)
-    stop = position + tl.load(COUNT + n)
+    count = tl.load(COUNT + n)
+    stop = position + count
     token = tl.load(TOKEN + n).to(tl.int64)
     work = tl.load(WORK + n).to(tl.int64)
-    updates = UPDATES + (work * H + h) * (_CHUNK * DV)
-    begin = open_chunk(position)
-    last = (stop - 1) // _CHUNK
-    old = position - begin * _CHUNK  # rows of the chunk that the slot read holds
     is_paged: tl.constexpr = READ is not None
     if is_paged:
         read = tl.load(READ + n).to(tl.int64)
+        begin = carried_chunk(position, stop, read == work)
+        old = position - begin * _CHUNK  # rows of the chunk that the carry read holds
         held = KEYS + (read * H + h) * (_CHUNK * DK)
         held_decays = DECAYS + (read * H + h) * _CHUNK
         decays = tl.load(held_decays + row, mask=row < old, other=0.0)
         total = tl.load(held_decays + old - 1, mask=old > 0, other=0.0)
-        of_read = UPDATES + (read * H + h) * (_CHUNK * DV)
-        _move_updates(of_read, updates, (read != work) & (old > 0), old, column, DV)
+        of_chunk = tl.where(read < 0, work, read)  # the carry that new rows of the chunk go to
     else:
         read = tl.full([], -1, tl.int64)
+        begin = carried_chunk(position, stop, False)
+        old = position - begin * _CHUNK
         held = None
         decays = tl.zeros([_CHUNK], tl.float32)
         total = tl.sum(decays, 0)
+        of_chunk = work
+    last = tl.where(count > 0, (stop - 1) // _CHUNK, begin - 1)
     here = read  # the row of STATES with the chunk's S0; -1 for zeros
     for chunk in range(begin, last + 1):
         base = token + (chunk * _CHUNK - position)  # the token of row 0, if it is new
@@ -290,6 +285,7 @@ def _rule_kernel(
         k = K + (base * KH + kh) * DK
         of_row = base * H + h
         state = STATES + (here * H + h) * (DK * DV)
+        updates = UPDATES + (of_chunk * H + h) * (_CHUNK * DV)
         end = tl.minimum(stop - chunk * _CHUNK, _CHUNK)
         for i in range(old, end):
             total += tl.load(DECAY + of_row + i * H)
@@ -312,6 +308,11 @@ def _rule_kernel(
             tl.store(OUT + of_row * DV + at, output.to(OUT.dtype.element_ty), mask=inside)
             tl.store(updates + m[:, None] * DV + column[None, :], made, mask=inside)
             tl.debug_barrier()
+        if is_paged:
+            is_kept = (chunk == last) | (of_chunk != work)
+            to_keys = KEYS + (of_chunk * H + h) * (_CHUNK * DK)
+            to_decays = DECAYS + (of_chunk * H + h) * _CHUNK
+            _put_keys(k, is_kept, to_keys, decays, to_decays, old, end, KH, DK, BK)
         if chunk < last:
             following = work
             if not is_paged:
@@ -320,18 +321,12 @@ def _rule_kernel(
             _put_next_state(
                 state, here >= 0, to, k, held, updates, decays, old, end, column, KH, DK, DV, BK
             )
-            here = following
+            here, of_chunk = following, work
             decays = tl.zeros([_CHUNK], tl.float32)
             total = tl.sum(decays, 0)
             old = old * 0
         elif is_paged:
-            lowest = tl.where(read == work, old, 0)  # rows below are there already
-            to = STATES + (work * H + h) * (DK * DV)
-            _move_state(state, here >= 0, to, here != work, column, DK, DV, BK)
-            if tl.program_id(2) == 0:
-                to_keys = KEYS + (work * H + h) * (_CHUNK * DK)
-                to_decays = DECAYS + (work * H + h) * _CHUNK
-                _put_keys(k, held, to_keys, decays, to_decays, old, lowest, end, KH, DK, BK)
+            _put_no_state(STATES + (work * H + h) * (DK * DV), here < 0, column, DK, DV, BV, BK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +339,7 @@ class RuleForm:
     warps: int
 
 
-FORMS = RuleForm(1, 128, 32, 8), RuleForm(16, 64, 16, 8), RuleForm(CHUNK, 64, 16, 8)
+FORMS = RuleForm(1, 128, 32, 8), RuleForm(16, 64, 16, 8), RuleForm(CHUNK, FACTOR_COLUMNS, 16, 8)
 
 
 def form_of(longest: int) -> RuleForm:
@@ -364,31 +359,38 @@ def apply_rule(
     rows: DeltaRows,
     shape: DeltaShape,
     batch: DeltaBatch,
-    held: DeltaSlots | KeptStates,
+    held: DeltaCarries | KeptStates,
     output: torch.Tensor,
     form: RuleForm | None = None,
 ) -> None:
     """Write o to the rows of ``batch``'s tokens in ``output`` [T, H DV], and what is kept of its
-    sequences: to their slots, or in training their states.
+    sequences: to their carries, or in training their states.
     """
     form = form or form_of(batch.longest)
     count, heads = len(batch.positions), shape.value_heads
     columns = min(form.columns, padded(shape.value_dim))
     blocks = triton.cdiv(shape.value_dim, columns)
-    factors = rows.v.new_empty(count * heads * blocks, 2, CHUNK, form.rows)
-    if isinstance(held, DeltaSlots):
-        places = batch.read, batch.written, None
-        kept = held.keys, held.updates, held.decays, held.states
-    else:
-        own = torch.arange(count, dtype=torch.int32, device=output.device)
-        updates = rows.v.new_empty(count, heads, CHUNK, shape.value_dim)
-        places, kept = (None, own, held.first), (None, updates, None, held.states)
-    _rule_kernel[(count, heads, blocks)](
-        rows.q, rows.k, rows.v, rows.decay, rows.beta, batch.positions, batch.counts, batch.tokens,
-        *places, *kept, factors, output, heads, shape.key_heads, shape.key_dim, shape.value_dim,
-        form.rows, columns, min(form.depth, padded(shape.key_dim)),
-        num_warps=form.warps, num_stages=1, enable_fp_fusion=False,
-    )  # fmt: skip
+    of_sequence = heads * blocks * 2 * CHUNK * form.rows
+    at_once = min(count, max(1, FACTORS // of_sequence))
+    factors = rows.v.new_empty(at_once, of_sequence)
+    own = updates = None
+    if not isinstance(held, DeltaCarries):
+        own = torch.arange(at_once, dtype=torch.int32, device=output.device)
+        updates = rows.v.new_empty(at_once, heads, CHUNK, shape.value_dim)
+    for first in range(0, count, at_once):
+        part = batch.part(first, first + at_once)
+        if isinstance(held, DeltaCarries):
+            places = part.read, part.written, None
+            kept = held.keys, held.updates, held.decays, held.states
+        else:
+            places = None, own, held.first[first : first + at_once]
+            kept = None, updates, None, held.states
+        _rule_kernel[(len(part.positions), heads, blocks)](
+            rows.q, rows.k, rows.v, rows.decay, rows.beta, part.positions, part.counts,
+            part.tokens, *places, *kept, factors, output, heads, shape.key_heads, shape.key_dim,
+            shape.value_dim, form.rows, columns, min(form.depth, padded(shape.key_dim)),
+            num_warps=form.warps, num_stages=1, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 class PagedDeltaRule:
@@ -403,22 +405,17 @@ class PagedDeltaRule:
         self._batch, self._owners, self._parts = batch, owners, parts
 
     @classmethod
-    def of(
-        cls,
-        positions: Sequence[int],
-        counts: Sequence[int],
-        read: Sequence[int],
-        written: Sequence[int],
-        device: torch.device,
-    ) -> "PagedDeltaRule":
-        """A ragged batch, known to the host, whose tokens are end to end; see ``DeltaBatch``."""
-        for one in zip(positions, counts, read, written, strict=True):
+    def of(cls, paged: PagedBatch, device: torch.device) -> "PagedDeltaRule":
+        """A ragged batch, known to the host."""
+        assert paged.carries is not None, "sequences of a model with delta rules have carries"
+        new = torch.tensor(paged.counts)
+        positions, (read, written) = torch.tensor(paged.lengths) - new, paged.carries
+        columns = positions, new, read, written
+        for one in zip(*(column.tolist() for column in columns), strict=True):
             _check(*one)
-        new = torch.tensor(counts)
-        owners = torch.repeat_interleave(torch.arange(len(counts)), new)
-        columns = [torch.tensor(x) for x in (positions, counts, read, written)]
-        columns.insert(2, new.cumsum(0) - new)
-        sent = to_device(torch.stack(columns).int(), device)
+        owners = torch.repeat_interleave(torch.arange(len(new)), new)
+        starts = new.cumsum(0) - new
+        sent = to_device(torch.stack([positions, new, starts, read, written]).int(), device)
         batch = DeltaBatch(*sent.unbind(0), int(new.max()))
         parts, fewest = list[DeltaBatch](), 0
         for form in FORMS:
@@ -431,29 +428,43 @@ class PagedDeltaRule:
 
     @classmethod
     def decoding(
-        cls, positions: torch.Tensor, read: torch.Tensor, written: torch.Tensor
+        cls,
+        positions: torch.Tensor,
+        read: torch.Tensor,
+        written: torch.Tensor,
+        places: torch.Tensor | None = None,
     ) -> "PagedDeltaRule":
-        """One new token for each sequence, int32 [n] on the device each; asks nothing of the host,
-        so it can be captured.
+        """One new token for each sequence, or several as ``places`` says (``DecodeBatch``), [n] on
+        the device each; asks nothing of the host, so it can be captured.
         """
-        places = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
-        batch = DeltaBatch(positions, torch.ones_like(places), places, read, written, 1)
-        return cls(batch, places, [batch])
+        index = torch.arange(len(positions), device=positions.device)
+        ones, owners, longest = torch.ones_like(index), index, 1
+        counts = ones
+        if places is not None:  # a row that is not the first of its sequence is one of no tokens
+            owners = index - places
+            counts = torch.zeros_like(ones).index_add_(0, owners, ones)
+            longest = FORMS[1].rows  # at once
+        columns = positions, counts, index, read, written
+        batch = DeltaBatch(*(column.int() for column in columns), longest)
+        return cls(batch, owners.int(), [batch])
 
     def forward(
-        self, slots: DeltaSlots, inputs: DeltaInputs, weights: DeltaWeights
+        self, carries: DeltaCarries, inputs: DeltaInputs, weights: DeltaWeights
     ) -> torch.Tensor:
         """-> o [T, H DV] in the dtype of x."""
-        rows = rows_of(inputs, weights, self._batch, self._owners, slots)
+        rows = rows_of(inputs, weights, self._batch, self._owners, carries)
         output = inputs.x.new_empty(len(inputs.x), weights.shape.values)
         for part in self._parts:
-            apply_rule(rows, weights.shape, part, slots, output)
+            apply_rule(rows, weights.shape, part, carries, output)
         return output
 
 
 def _check(position: int, count: int, read: int, written: int) -> None:
     assert count > 0
-    assert (read < 0) == (position == 0), "a sequence goes on from a slot, or begins"
+    assert (read < 0) == (position == 0), "a sequence goes on from a carry, or begins"
     assert written >= 0
-    same = (position + count - 1) // CHUNK == max(position - 1, 0) // CHUNK
-    assert read != written or same, "a slot cannot be written with the next chunk in place"
+    last = (position + count - 1) // CHUNK
+    if read == written:
+        assert position // CHUNK == last, "a carry that is read and written is of one chunk"
+    elif read >= 0:
+        assert (position - 1) // CHUNK < last, "another carry is written for a further chunk"

@@ -1,10 +1,10 @@
 """The gated delta rule of training: whole sequences, with the kernels of the rollout
 (``isobit.kernels.triton.delta_rule``), and the backward.
 
-The backward is that of the same formulas in FP32, of up to SEQUENCES sequences at once, chunk by
-chunk from the end, by torch's products (FP32 by its default, not TF32): it repeats its bits for the
-same call, since none of its operations adds by atomics.  All indices are made on the host, once for
-all layers.
+The backward is that of the same formulas in FP32, of up to DELTA_SEQUENCES sequences at once, chunk
+by chunk from the end, by torch's products (FP32 by its default, not TF32): it repeats its bits for
+the same call, since none of its operations adds by atomics.  All indices are made on the host, once
+for all layers.
 
 Shapes: n chunks of which m rows are new, H value heads; otherwise as in ``delta_rule``.
 """
@@ -19,8 +19,8 @@ from isobit.kernels.spec.delta_rule import gradients_of
 from isobit.kernels.triton.delta_rows import CHUNK, DeltaBatch, rows_of
 from isobit.kernels.triton.delta_rule import KeptStates, apply_rule
 from isobit.kernels.triton.memory import to_device
+from isobit.kernels.triton.sizes import DELTA_SEQUENCES
 
-SEQUENCES = 16
 _EPSILON = 1e-6
 
 
@@ -63,7 +63,7 @@ class PackedDeltaRule:
                 for chunk in range(int(chunks[part].max()))
                 for some in (part[chunks[part] > chunk],)
             ]
-            for part in order.split(SEQUENCES)
+            for part in order.split(DELTA_SEQUENCES)
         ]
         places = torch.cat([torch.arange(length) for length in lengths])
         self._positions = to_device(places, device)

@@ -12,13 +12,23 @@ and 4 a row.
     lm_head      2 C T + 4 V rows scoring, 6 C T + 4 V rows forward, 6 C T + (6 V + 4 C) rows
                  backward: a part of the logits of about 1 GiB; logits and their gradient of 2 GiB
     score head   6 C T, of a model without lm_head
+    delta rule   a token: q, k, v, decay and beta in FP32; in the backward these of each value head,
+                 dO, their gradients, and what the convolution and the norms of q and k make of x.
+                 Once: factors of the chains of u and o, and u of as many sequences; in the backward
+                 what autograd keeps of a chunk each of 16 sequences
     experts      rows of k choices a token and 127 more an expert, each like a token of the dense
                  linears; the transposed matrices of all experts of one linear
 """
 
 from collections.abc import Callable, Mapping
 
-from isobit.kernels.operands import LOGITS_CHUNK, DeltaShape, KvShape, kv_formats
+from isobit.kernels.operands import (
+    DELTA_CHUNK,
+    LOGITS_CHUNK,
+    DeltaShape,
+    KvShape,
+    kv_formats,
+)
 from isobit.kernels.sizes import (
     AttentionShape,
     DeltaBytes,
@@ -49,6 +59,13 @@ BYTES_A_LOGIT = 6  # in lm_head's backward: the logit in FP32, and its gradient 
 _LABELS = 12
 """Bytes of an expert's row: its place and its expert, and the counts of a block of tokens."""
 _SCALES = 1024  # a lower bound for the bytes of a transposed matrix to one of its scales
+FACTORS = 1 << 24
+"""FP32 factors of the delta rule's chains that exist at once, unless those of one sequence are
+more.
+"""
+FACTOR_COLUMNS = 64  # of a value, for which a program of 64 rows has
+FACTORS_OF_ROWS = 2 * DELTA_CHUNK**2
+DELTA_SEQUENCES = 16  # whose chunks the backward of the delta rule takes at once
 HEAD_ROWS = 64  # the fastest products take lm_head's rows in whole tiles of so many
 _TILE = 128
 SPLIT_ROWS = 5, 64  # of an INT8 product that reads K in parts, the fewest and the most
@@ -69,23 +86,36 @@ def backward_rows(vocab_size: int) -> int:
     return _rows(BACKWARD_BYTES // BYTES_A_LOGIT, vocab_size)
 
 
-def page_formats(shape: KvShape, flow: PrecisionFlow) -> tuple[Format, ...]:
-    """The format of each layer's pages.  Raises ConfigError for FP32."""
-    formats = tuple(kv_formats(shape, flow).values())
-    if "fp32" in formats:
+def page_formats(shape: KvShape, flow: PrecisionFlow) -> dict[int, Format]:
+    """The format of the pages of each layer with attention.  Raises ConfigError for FP32."""
+    formats = kv_formats(shape, flow)
+    if "fp32" in formats.values():
         raise ConfigError("the fp32 flow runs on the CPU: attention on a GPU takes e4m3 and bf16")
     return formats
 
 
 def delta(shape: DeltaShape) -> DeltaBytes:
-    raise ConfigError(f"gated delta nets are computed on CPUs alone, not on a GPU: {shape}")
+    key, value, heads = shape.key_dim, shape.value_dim, shape.value_heads
+    rows = 4 * (2 * shape.key_heads * key + shape.values + 2 * heads)
+    of_heads = 4 * heads * (2 * key + value + 2)
+    mixed = (2 * shape.width + 44) * shape.channels + 24 * heads * key
+    chunk = DELTA_CHUNK * (6 * key + 17 * value + 27 * DELTA_CHUNK) + 8 * key * value
+    sequence = FACTORS_OF_ROWS * heads * -(-value // FACTOR_COLUMNS)
+    at_once = max(1, FACTORS // sequence)
+    return DeltaBytes(
+        saved=4 * heads * key * value // DELTA_CHUNK,
+        made=rows,
+        gradients=rows + 4 * shape.values + of_heads + mixed,
+        made_once=4 * at_once * (sequence + DELTA_CHUNK * shape.values),
+        gradients_once=4 * DELTA_SEQUENCES * heads * chunk,
+    )
 
 
 def page_bytes(shape: KvShape, flow: PrecisionFlow) -> int:
     vectors = 2 * page_tokens * shape.num_kv_heads
     return sum(
         vectors * (shape.head_dim * DTYPES[format].itemsize + _SCALE.get(format, 0))
-        for format in page_formats(shape, flow)
+        for format in page_formats(shape, flow).values()
     )
 
 
