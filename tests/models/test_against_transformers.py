@@ -8,6 +8,7 @@ theirs wherever their two largest logits are more than 0.01 apart.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from isobit.config.model_shape import Family
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
-from isobit.models.config import ModelConfig
+from isobit.models.config import Lora, ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.families import FAMILIES
 from isobit.models.packed_pass import PackedPass
@@ -144,22 +145,21 @@ def delta_nets(draw: st.DrawFn, layers: int, head_dim: int, rope: dict[str, Any]
     """Of Qwen3.5: some layers, but not all, with a gated delta rule.  Each multiplies gradients, so
     that with weights of 0.15 FP32 is off by more than is allowed.
     """
-    full = draw(st.integers(0, layers - 1))
-    kinds = st.sampled_from(["linear_attention", "full_attention"])
+    kinds = ["linear_attention", "full_attention"]
+    others = st.lists(st.sampled_from(kinds), min_size=layers - 2, max_size=layers - 2)
+    kinds = draw(st.permutations([*kinds, *draw(others)]))
     heads = draw(st.sampled_from([1, 2, 3]))
     partials = [one for one in (1.0, 0.75, 0.5, 0.25) if head_dim * one % 2 == 0]
     partial = draw(st.sampled_from(partials))
     return {
         "initializer_range": 0.05,
         "rope_parameters": rope | {"partial_rotary_factor": partial},
-        "layer_types": [
-            "full_attention" if layer == full else draw(kinds) for layer in range(layers)
-        ],
+        "layer_types": kinds,
         "linear_num_key_heads": heads,
-        "linear_num_value_heads": heads * draw(st.sampled_from([1, 2])),
+        "linear_num_value_heads": heads * draw(st.sampled_from([1, 2, 4])),
         "linear_key_head_dim": draw(st.sampled_from([8, 12, 32])),
         "linear_value_head_dim": draw(st.sampled_from([8, 20, 32])),
-        "linear_conv_kernel_dim": draw(st.sampled_from([2, 4])),
+        "linear_conv_kernel_dim": draw(st.sampled_from([2, 3, 4])),
     }
 
 
@@ -258,7 +258,8 @@ def fuse_tensors(
     """
     named, masters = checkpoint_tensors(config, tensors), build_decoder(config).masters()
     return {
-        name: torch.cat([named[part] for part in master.parts]) for name, master in masters.items()
+        name: torch.cat([named[part] for part in (*master.parts, *master.adapter)])
+        for name, master in masters.items()
     }
 
 
@@ -278,11 +279,43 @@ def random_model(config: "PreTrainedConfig", seed: int) -> Any:
     return model
 
 
-def as_policy(model: Any) -> Policy:
-    config = ModelConfig.from_hf(
+def described(model: Any) -> ModelConfig:
+    return ModelConfig.from_hf(
         model.config.to_dict() | {"architectures": [type(model).__name__]}, "test"
     )
+
+
+Adapters = Mapping[str, torch.Tensor]
+"""A and B by PEFT's names."""
+
+
+def add_adapters(model: Any, lora: Lora, seed: int) -> Adapters:
+    """Let the targets of transformers' model add s B A x to what they make, with s B A about as
+    large as their matrices: whatever the rank and s, FP32 is off by no more than without them.
+    """
+    generator, added = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+
+    def drawn(size: float, *shape: int) -> torch.Tensor:
+        return (size * torch.randn(shape, generator=generator)).requires_grad_()
+
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in lora.targets:
+            a = drawn(0.2, lora.rank, module.in_features)
+            b = drawn(0.2 / (lora.scale * lora.rank**0.5), module.out_features, lora.rank)
+            path = f"base_model.model.{name}"
+            added |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
+
+            def add(_: Any, x: Any, y: Any, a: Any = a, b: Any = b) -> torch.Tensor:
+                return y + lora.scale * (x[0] @ a.t() @ b.t())
+
+            module.register_forward_hook(add)
+    return added
+
+
+def as_policy(model: Any, lora: Lora | None = None, added: Adapters | None = None) -> Policy:
+    config = replace(described(model), lora=lora)
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    tensors |= {name: tensor.detach() for name, tensor in (added or {}).items()}
     return Policy(config, PrecisionConfig(preset="fp32"), fuse_tensors(config, tensors))
 
 
@@ -323,9 +356,12 @@ def test_logits_and_gradients_of_mixtures(hf_config: "PreTrainedConfig", seed: i
     check_logits_and_gradients(hf_config, seed)
 
 
-def check_logits_and_gradients(hf_config: "PreTrainedConfig", seed: int) -> None:
+def check_logits_and_gradients(
+    hf_config: "PreTrainedConfig", seed: int, lora: Lora | None = None
+) -> None:
     model = random_model(hf_config, seed)
-    policy = as_policy(model)
+    added = {} if lora is None else add_adapters(model, lora, seed)
+    policy = as_policy(model, lora, added)
     ids = torch.randint(0, policy.config.vocab_size, (sum(LENGTHS),))
     expected = theirs(model, list(ids.split(LENGTHS)))
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
@@ -343,7 +379,7 @@ def check_logits_and_gradients(hf_config: "PreTrainedConfig", seed: int) -> None
         policy.config,
         {
             name: torch.zeros_like(p) if p.grad is None else p.grad
-            for name, p in model.named_parameters(remove_duplicate=False)
+            for name, p in (*model.named_parameters(remove_duplicate=False), *added.items())
         },
     )
     for name, master in policy.masters.items():
@@ -444,10 +480,10 @@ def test_gpt_oss_in_bf16_is_as_near_as_theirs() -> None:
     assert (ours - exact).norm() <= (others - exact).norm() <= 0.02 * exact.norm()
 
 
-def check_engine(hf_config: "PreTrainedConfig", seed: int) -> None:
+def check_engine(hf_config: "PreTrainedConfig", seed: int, lora: Lora | None = None) -> None:
     """Over the pages of the KV cache: each token is theirs after the same tokens before it."""
     model = random_model(hf_config, seed)
-    policy = as_policy(model)
+    policy = as_policy(model, lora, {} if lora is None else add_adapters(model, lora, seed))
     prompts = [
         torch.randint(0, policy.config.vocab_size, (n,)) for n in (ORIGINAL + 13, 3, ORIGINAL - 2)
     ]
