@@ -16,7 +16,9 @@ from filelock import FileLock
 from isobit.config.base import BackEnd
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.backend import use_back_end
+from isobit.kernels.operands import DeltaShape
 from isobit.models.config import Experts, ModelConfig
+from isobit.models.families import FAMILIES
 from isobit.models.policy import Policy, random_policy
 from isobit.precision.quant_tensor import ScaleKind
 
@@ -42,7 +44,27 @@ SHAPES = {
         QWEN3, family="gpt_oss", num_heads=16, head_dim=64, sliding_window=100,
         windowless_layers=(1,), experts=Experts(16, 4, 256, True),
     ),
+    "hybrid": replace(
+        QWEN3, family="qwen3_5_text", num_heads=4, num_kv_heads=1, head_dim=256,
+        partial_rotary_factor=0.25, delta=DeltaShape(4, 8, 64, 128, 4), delta_layers=(0, 2),
+    ),
+    "hybrid_experts": replace(
+        QWEN3, family="qwen3_next", experts=Experts(16, 4, 256, True, shared_size=256),
+        partial_rotary_factor=0.25, delta=DeltaShape(2, 8, 128, 64, 4), delta_layers=(0, 2),
+    ),
 }  # fmt: skip
+DENSE = [
+    name
+    for name, shape in SHAPES.items()
+    if shape.experts is None and shape.delta is None and not shape.is_fused
+]
+"""Those whose every matrix LoRA trains."""
+RANKING = [
+    name
+    for name, shape in SHAPES.items()
+    if shape.experts is None and FAMILIES[shape.family].reward_architecture is not None
+]
+"""Those that reward models have, without experts."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

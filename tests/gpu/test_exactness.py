@@ -33,8 +33,9 @@ def test_no_log_probability_differs(shape: str, preset: Preset, make_policy: Mak
 
 
 @pytest.mark.parametrize("preset", ["fp8", "int8", "bf16"])
-def test_no_routing_differs(preset: Preset, make_policy: MakePolicy) -> None:
-    comparison = check(make_policy("moe", preset)).comparison
+@pytest.mark.parametrize("shape", ["moe", "hybrid_experts"])
+def test_no_routing_differs(shape: str, preset: Preset, make_policy: MakePolicy) -> None:
+    comparison = check(make_policy(shape, preset)).comparison
     assert comparison.routings_differing == 0 and comparison.routings_compared > 10_000
 
 
@@ -60,6 +61,16 @@ def test_scales_a_tensor_are_exact_too(shape: str, make_policy: MakePolicy) -> N
 def test_a_flow_with_two_functions_differs(make_policy: MakePolicy) -> None:
     result = check(make_policy("qwen3", "fp8-rollout"))
     assert result.comparison.tokens_differing > result.comparison.tokens_compared // 2
+
+
+@pytest.mark.parametrize("sizes", [{}, {"max_sequences": 3}, {"max_batched_tokens": 33}])
+def test_a_hybrids_sample_does_not_depend_on_how_it_was_scheduled(
+    sizes: dict[str, int], make_policy: MakePolicy
+) -> None:
+    policy = make_policy("hybrid", "int8", trainable=False)
+    expected = generate(NativeEngine(policy, RolloutConfig(max_sequences=1), None, 1), requests(4))
+    made = generate(NativeEngine(policy, RolloutConfig(**sizes), None, 1), requests(4))  # type: ignore[arg-type]
+    assert made == expected
 
 
 def requests(samples: int, **sampling: float) -> list[Request]:

@@ -18,7 +18,7 @@ from isobit.records.sequence import TokenSequence
 from isobit.training.trainer import Trainer
 
 GRPO = build_algorithm(GrpoConfig())
-MASTER = "layers.0.o_proj.weight"
+MASTER = "layers.1.o_proj.weight"  # in a hybrid too, whose other layers have no attention
 
 
 def batches() -> list[PackedBatch]:

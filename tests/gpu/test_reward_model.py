@@ -17,13 +17,12 @@ from isobit.models.policy import Policy, random_masters
 from isobit.starter import starter_folder
 from isobit.training.supervised import PreferenceObjective, measure_pairs, pack_preferences
 from isobit.training.trainer import Trainer
-from tests.gpu.conftest import SHAPES
+from tests.gpu.conftest import RANKING
 
 LENGTHS = (5, 300, 1, 33, 128, 129, 700, 17)
 Shapes = Mapping[str, ModelConfig]
 FLOWS: list[Preset] = ["fp8", "bf16"]
-DENSE = [name for name, config in SHAPES.items() if config.experts is None]
-of_dense_families = pytest.mark.parametrize("shape", DENSE)
+of_dense_families = pytest.mark.parametrize("shape", RANKING)
 
 
 def drawn(config: ModelConfig) -> tuple[ModelConfig, dict[str, torch.Tensor]]:

@@ -1,6 +1,4 @@
-"""Run in Triton's interpreter by test_delta_rule.py: a row of the gated delta rule has the same
-bits decoded, in a chunk of a prompt and in a packed batch; outputs and gradients are as near to
-FP64 as the specification's.
+"""Run in Triton's interpreter by test_delta_rule.py: the checks of the gated delta rule.
 
 Products are added up as FP32 does on a card: a chain of ``fma`` in ascending order.
 """
@@ -8,36 +6,31 @@ Products are added up as FP32 does on a card: a chain of ``fma`` in ascending or
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # (Triton's types know neither plain numbers for constants nor what a kernel calls)
 
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from triton.runtime import interpreter
 
-from isobit.kernels.operands import (
-    DeltaGradients,
-    DeltaInputs,
-    DeltaShape,
-    DeltaWeights,
-    PagedBatch,
-)
-from isobit.kernels.spec import delta_rule as spec
-from isobit.kernels.spec import hybrid
 from isobit.kernels.triton import delta_rows, delta_rule
-from isobit.kernels.triton.delta_rows import CHUNK
-from isobit.kernels.triton.delta_rule import PagedDeltaRule, RuleForm
-from isobit.kernels.triton.delta_rule_training import PackedDeltaRule
-from isobit.kernels.triton.hybrid import TritonHybrid
-from tests.kernels.comparison import relative_error
+from tests.kernels.triton.delta_rule_checks import (
+    OTHER,
+    SHAPE,
+    check_backward,
+    check_begun_again,
+    check_carries,
+    check_decoding,
+    check_ends,
+    check_forms,
+    check_gates,
+    check_output,
+    check_parts,
+    check_rejected,
+    check_rows_of_guesses,
+    check_shared,
+    use,
+)
 from tests.kernels.triton.interpreted_qkv import convert
-
-CPU = torch.device("cpu")
-SHAPE = DeltaShape(key_heads=1, value_heads=2, key_dim=16, value_dim=16, width=4)
-OTHER = DeltaShape(key_heads=2, value_heads=4, key_dim=24, value_dim=40, width=3)
-"""Sizes that are no powers of two, with two value heads a key head."""
 
 
 def _fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -59,371 +52,7 @@ def prepare() -> None:
         _fused(x.data, y.data, z.data), z.dtype.scalar
     )
     delta_rows.VECTORS = 128  # of a program, of which the interpreter takes few
-    torch.manual_seed(0)
-    random.seed(0)
-
-
-def weights(shape: DeltaShape) -> DeltaWeights:
-    """Of heads that remember hundreds of tokens to one."""
-    rates = torch.logspace(-2.5, 0.5, shape.value_heads).log()
-    convolution = torch.randn(shape.channels, shape.width) * 0.4
-    made = convolution, rates, torch.randn(shape.value_heads)
-    return DeltaWeights(shape, *(one.bfloat16() for one in made))
-
-
-def inputs(shape: DeltaShape, tokens: int, dtype: torch.dtype = torch.float32) -> DeltaInputs:
-    """In FP32, since a rounding of o to BF16 hides most faults of one ulp."""
-    sizes = shape.channels, shape.value_heads, shape.value_heads
-    return DeltaInputs(*(torch.randn(tokens, size).to(dtype) for size in sizes))
-
-
-def packed(given: DeltaInputs, learnt: DeltaWeights, lengths: Sequence[int]) -> torch.Tensor:
-    return PackedDeltaRule(tuple(lengths), CPU).forward(given, learnt)[0]
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Also of zeros' signs."""
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-@dataclass
-class Rollout:
-    """Sequences whose tokens come in parts, each with the carry of its last token."""
-
-    given: DeltaInputs
-    learnt: DeltaWeights
-    lengths: Sequence[int]
-
-    def __post_init__(self) -> None:
-        shape = self.learnt.shape
-        self.free = list(range(3 * len(self.lengths) + 2))
-        random.shuffle(self.free)
-        self.carries = empty_carries(shape, len(self.free), self.given.x.dtype)
-        for tensor in self.carries.tensors:
-            tensor.fill_(torch.nan)
-        self.held = [-1] * len(self.lengths)
-        self.done = [0] * len(self.lengths)
-        self.output = torch.full(
-            (sum(self.lengths), shape.values), torch.nan, dtype=self.given.x.dtype
-        )
-
-    def carry(self, n: int, last: int) -> int:
-        """The carry that a sequence's next tokens up to ``last`` are written to: another one where
-        they go on to a further chunk.
-        """
-        same = (last - 1) // CHUNK == max(self.done[n] - 1, 0) // CHUNK
-        return self.held[n] if same and self.held[n] >= 0 else self.free.pop()
-
-    def put(self, lasts: dict[int, int]) -> None:
-        """Of each sequence the tokens up to ``last`` - 1."""
-        starts = [sum(self.lengths[:n]) for n in lasts]
-        positions = [self.done[n] for n in lasts]
-        spans = [torch.arange(*one) for one in zip(positions, lasts.values(), strict=True)]
-        tokens = torch.cat([start + span for start, span in zip(starts, spans, strict=True)])
-        read = [self.held[n] for n in lasts]
-        written = [self.carry(n, last) for n, last in lasts.items()]
-        part = self.given.map(lambda one: one[tokens])
-        counts = [len(span) for span in spans]
-        if set(counts) == {1}:
-            places = (torch.tensor(x, dtype=torch.int32) for x in (positions, read, written))
-            rule = PagedDeltaRule.decoding(*places)
-        else:
-            rule = paged(positions, counts, read, written)
-        self.output[tokens] = rule.forward(self.carries, part, self.learnt)
-        for n, new in zip(lasts, written, strict=True):
-            if new != self.held[n] and self.held[n] >= 0:
-                self.free.append(self.held[n])
-            self.held[n], self.done[n] = new, lasts[n]
-
-    def go_back(self, n: int, carry: int, done: int) -> None:
-        """A sequence has so many tokens, the last ones in that carry, which is free or its own."""
-        if carry != self.held[n]:
-            self.free.remove(carry)
-            self.free.append(self.held[n])
-        self.held[n], self.done[n] = carry, done
-
-
-def batch_of(
-    positions: Sequence[int], counts: Sequence[int], read: Sequence[int], written: Sequence[int]
-) -> PagedBatch:
-    lengths = tuple(map(sum, zip(positions, counts, strict=True)))
-    none = torch.zeros(len(counts), 0, dtype=torch.int64)
-    return PagedBatch(tuple(counts), lengths, none, none, torch.tensor([read, written]))
-
-
-def paged(*columns: Sequence[int]) -> PagedDeltaRule:
-    return PagedDeltaRule.of(batch_of(*columns), CPU)
-
-
-def empty_carries(shape: DeltaShape, count: int, dtype: torch.dtype) -> spec.DeltaCarries:
-    return spec.DeltaCarries(shape, count, dtype, lambda sizes, d: torch.zeros(sizes, dtype=d))
-
-
-def check_parts(shape: DeltaShape, lengths: Sequence[int], most: int, dtype: torch.dtype) -> None:
-    """Whatever is in the carries before, however tokens come, and whoever comes with them."""
-    learnt, given = weights(shape), inputs(shape, sum(lengths), dtype)
-    rollout = Rollout(given, learnt, lengths)
-    while left := [n for n, length in enumerate(lengths) if rollout.done[n] < length]:
-        lasts = {
-            n: min(lengths[n], rollout.done[n] + random.choice([1, 1, 1, 2, 5, most]))
-            for n in left
-            if random.random() < 0.8
-        }
-        if lasts:
-            rollout.put(lasts)
-    assert same_bits(rollout.output, packed(given, learnt, lengths))
-
-
-def check_ends() -> None:
-    """Parts that end in the middle of a chunk, at its end and behind it; with the specification,
-    since a packed batch and a prompt may share a fault.
-    """
-    length, learnt = 200, weights(SHAPE)
-    given = inputs(SHAPE, length)
-    rollout = Rollout(given, learnt, [length])
-    for last in (30, 31, 40, 64, 65, 66, 67, 100, 104, 105, 128, 130, 131, 194, length):
-        rollout.put({0: last})
-    assert same_bits(rollout.output, packed(given, learnt, [length]))
-    theirs, _ = spec.PackedDelta((length,)).forward(given, learnt)
-    for part in (slice(0, 64), slice(64, 128), slice(128, 192), slice(192, 200)):
-        assert relative_error(rollout.output[part], theirs[part]) < 2e-6
-
-
-def check_decoding(shape: DeltaShape, start: int, length: int) -> None:
-    """A prompt, then token by token, over the ends of chunks."""
-    learnt, given = weights(shape), inputs(shape, length)
-    rollout = Rollout(given, learnt, [length])
-    rollout.put({0: start})
-    for last in range(start + 1, length + 1):
-        rollout.put({0: last})
-    assert same_bits(rollout.output, packed(given, learnt, [length]))
-
-
-def check_forms(shape: DeltaShape) -> None:
-    """Rows at once, columns and depth are in no bit; nor is who is packed or launched together."""
-    lengths = 70, 1, 20
-    learnt, given = weights(shape), inputs(shape, sum(lengths))
-    expected = packed(given, learnt, lengths)
-    usual = delta_rule.FORMS
-    for form in (*usual, RuleForm(32, 16, 16, 4), RuleForm(4, 32, 32, 4)):
-        delta_rule.FORMS = (form,)
-        assert same_bits(packed(given, learnt, lengths), expected)
-    delta_rule.FORMS = usual
-    delta_rule.FACTORS = 1
-    assert same_bits(packed(given, learnt, lengths), expected)
-    ends = 0
-    for length in lengths:
-        one = given.map(lambda x, part=slice(ends, ends + length): x[part].contiguous())
-        ends += length
-        assert same_bits(packed(one, learnt, [length]), expected[ends - length : ends])
-
-
-def check_rejected(at: int, accepted: int) -> None:
-    """Guesses of which some are wrong, and the rows that replace them. Where they reach a further
-    chunk, the carry that was read has those of its own chunk, and what it had before.
-    """
-    learnt = weights(SHAPE)
-    right, wrong = inputs(SHAPE, 100), inputs(SHAPE, 100)
-    rollout = Rollout(right, learnt, [100])
-    rollout.put({0: at})
-    mixed = right.map(torch.Tensor.clone)
-    for one, other in ((mixed.x, wrong.x), (mixed.a, wrong.a), (mixed.b, wrong.b)):
-        one[at + accepted :] = other[at + accepted :]
-    rollout.given = mixed
-    older = rollout.held[0]
-    rollout.put({0: at + 4})
-    done = at + accepted
-    if (done - 1) // CHUNK == (at - 1) // CHUNK:
-        rollout.go_back(0, older, done)
-    rollout.given, rollout.done[0] = right, done
-    rollout.put({0: done + 1})
-    rollout.put({0: 100})
-    assert same_bits(rollout.output, packed(right, learnt, [100]))
-
-
-def check_begun_again() -> None:
-    """A sequence that stands in front of its carry's first row, since the token there is put
-    through again.
-    """
-    learnt = weights(SHAPE)
-    given = inputs(SHAPE, 140)
-    rollout = Rollout(given, learnt, [140])
-    rollout.put({0: 129})
-    for last in (129, 132):
-        rollout.done[0] = 128
-        rule = paged([128], [last - 128], rollout.held, rollout.held)
-        part = given.map(lambda one, last=last: one[128:last])
-        rollout.output[128:last] = rule.forward(rollout.carries, part, learnt)
-        rollout.done[0] = last
-    rollout.put({0: 140})
-    assert same_bits(rollout.output, packed(given, learnt, [140]))
-
-
-def check_carries(at: int, stop: int) -> None:
-    """Both carries of a forward hold what the specification's do, up to the rounding of sums."""
-    learnt = weights(SHAPE)
-    given = inputs(SHAPE, stop, torch.bfloat16)
-    ours, theirs = (empty_carries(SHAPE, 2, torch.bfloat16) for _ in range(2))
-    parts = ([0, at, -1, 0], [at, stop, 0, 1]) if at else ([0, stop, -1, 0],)
-    for first, last, read, written in parts:
-        part = given.map(lambda one, some=slice(first, last): one[some])
-        batch = batch_of([first], [last - first], [read], [written])
-        PagedDeltaRule.of(batch, CPU).forward(ours, part, learnt)
-        spec.PagedDelta(batch).forward(theirs, part, learnt)
-    width = SHAPE.width - 1
-    for carry, rows in enumerate([CHUNK, stop - stop // CHUNK * CHUNK] if at else [stop]):
-        mine, its = (one.inputs[carry, : width + rows] for one in (ours, theirs))
-        assert torch.equal(mine, its) and mine[width:].any(1).all()
-        for mine, its in (
-            (ours.keys[carry, :, :rows], theirs.keys[carry, :, :rows]),
-            (ours.updates[carry, :, :rows], theirs.updates[carry, :, :rows]),
-            (ours.decays[carry, :, :rows], theirs.decays[carry, :, :rows]),
-            (ours.states[carry], theirs.states[carry]),
-        ):
-            assert relative_error(mine, its) < 2e-6 if its.any() else not mine.any()
-
-
-def check_output(shape: DeltaShape, lengths: Sequence[int]) -> None:
-    """As near to the recurrence in FP64 as the specification; before the rounding to BF16."""
-    learnt, given = weights(shape), inputs(shape, sum(lengths))
-    mine, saved = PackedDeltaRule(tuple(lengths), CPU).forward(given, learnt)
-    theirs, _ = spec.PackedDelta(tuple(lengths)).forward(given, learnt)
-    wanted = exact(given, learnt, lengths)
-    first = 0
-    for length in lengths:
-        part = slice(first, first := first + length)
-        error, yardstick = (relative_error(x[part], wanted[part]) for x in (mine, theirs))
-        assert error < max(1.5 * yardstick, 5e-7), (length, error, yardstick)
-    assert len(saved.kept.states) == sum((length - 1) // CHUNK for length in lengths)
-
-
-def _differentiable(
-    leaves: Sequence[torch.Tensor], shape: DeltaShape, lengths: Sequence[int]
-) -> torch.Tensor:
-    """Token by token, [T, H DV], of ``_leaves``."""
-    x, a, b, convolution, a_log, dt_bias = leaves
-    made = list[torch.Tensor]()
-    functional = torch.nn.functional
-    repeat, keys = shape.value_heads // shape.key_heads, shape.key_heads * shape.key_dim
-    for own, own_a, own_b in zip(*(one.split(list(lengths)) for one in (x, a, b)), strict=True):
-        padded = functional.pad(own.t(), (shape.width - 1, 0))
-        mixed = functional.conv1d(padded, convolution[:, None], groups=shape.channels).t()
-        q, k, v = functional.silu(mixed).split([keys, keys, shape.values], 1)
-        q, k = (one.view(len(one), shape.key_heads, shape.key_dim) for one in (q, k))
-        q, k = (one * (one.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for one in (q, k))
-        q, k = (one.repeat_interleave(repeat, 1) for one in (q / shape.key_dim**0.5, k))
-        v = v.view(len(v), shape.value_heads, shape.value_dim)
-        decay = -a_log.exp() * functional.softplus(own_a + dt_bias)
-        beta = own_b.sigmoid()
-        state = x.new_zeros(shape.value_heads, shape.key_dim, shape.value_dim)
-        for t in range(len(own)):
-            state = state * decay[t].exp()[:, None, None]
-            update = beta[t, :, None] * (v[t] - (state * k[t, :, :, None]).sum(1))
-            state = state + k[t, :, :, None] * update[:, None]
-            made.append((state * q[t, :, :, None]).sum(1).flatten())
-    return torch.stack(made)
-
-
-def _leaves(given: DeltaInputs, learnt: DeltaWeights) -> list[torch.Tensor]:
-    held = given.x, given.a, given.b, learnt.convolution, learnt.a_log, learnt.dt_bias
-    return [one.double().requires_grad_() for one in held]
-
-
-def exact(given: DeltaInputs, learnt: DeltaWeights, lengths: Sequence[int]) -> torch.Tensor:
-    with torch.no_grad():
-        return _differentiable(_leaves(given, learnt), learnt.shape, lengths)
-
-
-def check_backward(shape: DeltaShape, lengths: Sequence[int]) -> None:
-    """As near to FP64 as the specification's, and added to; the same bits again."""
-    learnt, given = weights(shape), inputs(shape, sum(lengths))
-    learnt = DeltaWeights(
-        shape, learnt.convolution.float(), learnt.a_log.float(), learnt.dt_bias.float()
-    )
-    d_output = torch.randn(sum(lengths), shape.values)
-    held = learnt.convolution, learnt.a_log, learnt.dt_bias
-
-    def gradients(rule: Any, add: int = 1) -> list[torch.Tensor]:
-        made = DeltaGradients(*(torch.zeros_like(one) for one in held))
-        _, saved = rule.forward(given, learnt)
-        found = given
-        for _ in range(add):
-            found = rule.backward(saved, d_output, learnt, made)
-        return [found.x, found.a, found.b, made.convolution, made.a_log, made.dt_bias]
-
-    rule = PackedDeltaRule(tuple(lengths), CPU)
-    ours, theirs = gradients(rule), gradients(spec.PackedDelta(tuple(lengths)))
-    leaves = _leaves(given, learnt)
-    output = _differentiable(leaves, shape, lengths)
-    wanted = torch.autograd.grad(output, leaves, d_output.double())
-    for one, other, true in zip(ours, theirs, wanted, strict=True):
-        error, yardstick = relative_error(one, true), relative_error(other, true)
-        assert error < max(1.5 * yardstick, 1e-6), (error, yardstick)
-    twice = gradients(rule, 2)
-    assert all(map(torch.equal, twice[:3], ours[:3]))
-    assert all(torch.equal(two, 2 * one) for one, two in zip(ours[3:], twice[3:], strict=True))
-
-
-def check_gates(size: int, heads: int, tokens: int) -> None:
-    """As near to FP64 as the specification's in FP32, and a row's bits are its own in BF16."""
-    operations = TritonHybrid()
-    shape = tokens, heads * size
-    x, gate, dy = (torch.randn(shape) * 3 for _ in range(3))
-    weight = torch.randn(size)
-
-    def norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        normed = torch.nn.functional.rms_norm(x.view(tokens, heads, size), (size,), weight, 1e-6)
-        return normed.flatten(1) * torch.nn.functional.silu(gate)
-
-    leaves = [one.double().requires_grad_() for one in (x, gate, weight)]
-    wanted = norm(*leaves)
-    gradients = torch.autograd.grad(wanted, leaves, dy.double())
-    grad = torch.ones(size)
-    made = operations.gated_norm(x, gate, weight, 1e-6)
-    of = operations.gated_norm_backward(dy, x, gate, weight, 1e-6, grad)
-    for ours, true in zip((made, *of, grad - 1), (wanted.detach(), *gradients), strict=True):
-        assert relative_error(ours, true) < 1e-6
-    again = operations.gated_norm_backward(dy, x, gate, weight, 1e-6, None)
-    assert all(map(torch.equal, again, of))
-    leaves = leaves[:2]
-    wanted = leaves[0] * leaves[1].sigmoid()
-    gradients = torch.autograd.grad(wanted, leaves, dy.double())
-    made = operations.sigmoid_gate(x, gate), *operations.sigmoid_gate_backward(dy, x, gate)
-    for ours, true in zip(made, (wanted.detach(), *gradients), strict=True):
-        assert relative_error(ours, true) < 5e-7
-    x, gate = x.bfloat16(), gate.bfloat16()
-    later = x[3:].contiguous(), gate[3:].contiguous()
-    whole = operations.gated_norm(x, gate, weight, 1e-6)
-    assert torch.equal(whole[3:], operations.gated_norm(*later, weight, 1e-6))
-    error = (whole.float() - spec.gated_norm(x, gate, weight, 1e-6).float()).abs()
-    assert (error <= whole.float().abs() / 128).all()  # one rounding
-    made = operations.sigmoid_gate(x, gate)
-    assert torch.equal(made[3:], operations.sigmoid_gate(*later))
-    apart = torch.cat([gate, gate], 1)[:, : gate.shape[1]]  # rows with others between
-    assert torch.equal(made, operations.sigmoid_gate(x, apart))
-
-
-def check_shared(columns: int, tokens: int) -> None:
-    """As near to FP64 as FP32 is, rounded once; a row's bits are its own."""
-    operations = TritonHybrid()
-    routed, shared, dy = (torch.randn(tokens, columns) for _ in range(3))
-    gate = torch.randn(tokens) * 3
-    leaves = [one.double().requires_grad_() for one in (routed, shared, gate)]
-    wanted = leaves[0] + leaves[2].sigmoid()[:, None] * leaves[1]
-    gradients = torch.autograd.grad(wanted, leaves, dy.double())[1:]
-    made = operations.add_shared(routed, shared, gate)
-    of = operations.add_shared_backward(dy, shared, gate)
-    for ours, true in zip((made, *of), (wanted.detach(), *gradients), strict=True):
-        assert relative_error(ours, true) < 5e-7
-    routed, shared, dy = (one.bfloat16() for one in (routed, shared, dy))
-    whole = operations.add_shared(routed, shared, gate)
-    later = [one[3:].contiguous() for one in (routed, shared, gate, dy)]
-    assert torch.equal(whole[3:], operations.add_shared(*later[:3]))
-    of = operations.add_shared_backward(dy, shared, gate)
-    again = operations.add_shared_backward(later[3], later[1], later[2])
-    assert all(torch.equal(one[3:], other) for one, other in zip(of, again, strict=True))
-    error = (whole.float() - hybrid.add_shared(routed, shared, gate).float()).abs()
-    assert (error <= whole.float().abs() / 128).all()  # one rounding
+    use(torch.device("cpu"))
 
 
 def gates() -> None:
@@ -445,6 +74,7 @@ def parts() -> None:
 def contents() -> None:
     prepare()
     check_begun_again()
+    check_rows_of_guesses(OTHER)
     check_carries(0, 40)
     for at, stop in ((60, 70), (64, 65), (3, 140)):
         check_carries(at, stop)
