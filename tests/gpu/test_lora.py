@@ -23,12 +23,13 @@ from isobit.precision.flow import Site
 from isobit.proof.verify import VerifyOptions, verify_policy
 from isobit.starter import starter_folder
 from isobit.util.errors import MismatchError
-from tests.gpu.conftest import DENSE, SHAPES
+from tests.gpu.conftest import SHAPES
 from tests.gpu.kernels import GPU, IS_HOPPER
 from tests.models.policies import whole_batch
 from tests.rollout.test_adapters import adapters_of, check_together
 
 ALL = Lora(8, 16.0, LORA_TARGETS)
+ADAPTED = [name for name in SHAPES if name not in ("moe", "phi", "hybrid_experts")]
 ATTENTION = Lora(8, 16.0, ("q_proj", "k_proj", "v_proj", "o_proj"))
 SOME = Lora(33, 7.0, ("k_proj", "v_proj", "up_proj"), rslora=True)
 LENGTHS = (1, 18, 67, 300)
@@ -189,11 +190,7 @@ def policy_of(shape: str, preset: Preset, lora: Lora = ALL, device: str = "cuda"
     return policy
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("shape", [name for name in SHAPES if name not in ("moe", "phi")])
-=======
-@pytest.mark.parametrize("shape", DENSE)
->>>>>>> h1
+@pytest.mark.parametrize("shape", ADAPTED)
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
 def test_no_log_probability_differs(shape: str, preset: Preset) -> None:
     lora = ATTENTION if shape == "gpt_oss" else ALL
