@@ -53,11 +53,6 @@ SHAPES = {
         partial_rotary_factor=0.25, delta=DeltaShape(2, 8, 128, 64, 4), delta_layers=(0, 2),
     ),
 }  # fmt: skip
-DENSE = [
-    name
-    for name, shape in SHAPES.items()
-    if shape.experts is None and shape.delta is None and not shape.is_fused
-]
 """Those whose every matrix LoRA trains."""
 RANKING = [
     name
