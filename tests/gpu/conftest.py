@@ -53,7 +53,6 @@ SHAPES = {
         partial_rotary_factor=0.25, delta=DeltaShape(2, 8, 128, 64, 4), delta_layers=(0, 2),
     ),
 }  # fmt: skip
-"""Those whose every matrix LoRA trains."""
 RANKING = [
     name
     for name, shape in SHAPES.items()
