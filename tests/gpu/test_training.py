@@ -88,8 +88,12 @@ def test_gradients_against_the_cpus(shape: str, preset: Preset, make_policy: Mak
     cpu_log_probs, cpu = gradients(
         on_cpu(policy, PrecisionConfig(preset=preset, last_layers_bf16=last))
     )
-    _, exact = gradients(on_cpu(policy, PrecisionConfig(preset="fp32")))
-    assert (log_probs - cpu_log_probs).abs().mean() < 0.02
+    exact_log_probs, exact = gradients(on_cpu(policy, PrecisionConfig(preset="fp32")))
+    off, cpu_off = (
+        float((one - exact_log_probs).abs().mean()) for one in (log_probs, cpu_log_probs)
+    )
+    print(f"{shape} {preset}: log-probabilities are {off:.4f} off, the CPU's {cpu_off:.4f}")
+    assert off < 1.25 * cpu_off
     assert ours.keys() == exact.keys() == policy.masters.keys()
     mine, theirs = (errors(one, exact) for one in (ours, cpu))
     worst = max((mine[kind] / theirs[kind], kind) for kind in mine)
