@@ -186,7 +186,8 @@ def flops(case: PassCase) -> float:
     )
     if config.tied_embeddings:
         parameters += config.vocab_size * config.hidden_size
-    attention = 3 * 4 * (case.length / 2) * config.num_heads * config.head_dim * config.num_layers
+    layers = config.num_layers - len(config.delta_layers)  # the rule's own are not counted
+    attention = 3 * 4 * (case.length / 2) * config.num_heads * config.head_dim * layers
     return case.tokens * (6 * parameters + attention)
 
 

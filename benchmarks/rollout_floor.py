@@ -16,16 +16,24 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cases import INT8_ATTENTION, MAX_SEQUENCES, ROLLOUT_CASES, RolloutCase
+from benchmarks.cases import (
+    INT8_ATTENTION,
+    MAX_SEQUENCES,
+    ROLLOUT_CASES,
+    RolloutCase,
+    precision_of,
+)
 from benchmarks.common import RowWriter, measure_card, seconds, versions
 from isobit.kernels.hopper.attention import prefill_attention
 from isobit.kernels.hopper.gemm import bf16_gemm_nt, fp8_gemm_nt
 from isobit.kernels.hopper.int8 import int8_gemm_nt
+from isobit.kernels.sizes import delta_carry_bytes
 from isobit.kernels.triton.attention import PackedKeys
 from isobit.kernels.triton.quantise import publish_blocks, quantise_int8, quantise_rows
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import decoder_shape
 from isobit.models.shapes import model_shape
+from isobit.precision.flow import build_flow
 from isobit.precision.quant_tensor import E4M3, QuantTensor
 from isobit.util.errors import ConfigError
 
@@ -79,19 +87,24 @@ def kv_bytes(config: ModelConfig, mode: str, case: RolloutCase) -> int:
 def kv_bytes_of_token(config: ModelConfig, mode: str) -> int:
     scale = {"fp8": 1, **dict.fromkeys(INT8_ATTENTION, 4)}.get(mode)
     a_head = 2 * config.head_dim if scale is None else config.head_dim + scale
-    return 2 * config.num_layers * config.num_kv_heads * a_head
+    layers = config.num_layers - len(config.delta_layers)
+    return 2 * layers * config.num_kv_heads * a_head
 
 
 def step_bytes(config: ModelConfig, mode: str, sequences: int, tokens: int) -> int:
-    """What a decode step reads of weights, lm_head and so many tokens of each sequence's K and V;
-    scales of matrices are not counted.
+    """What a decode step reads of weights, lm_head and so many tokens of each sequence's K and V,
+    and of what it carries; scales of matrices are not counted.
     """
-    layer = sum(
-        linear.out_features * linear.in_features for linear in decoder_shape(config).linears_of(0)
+    shape = decoder_shape(config)
+    numbers = sum(
+        linear.out_features * linear.in_features
+        for layer in range(config.num_layers)
+        for linear in shape.linears_of(layer)
     )
     head = config.vocab_size * config.hidden_size * (1 if mode == "int8-head" else 2)
-    weights = config.num_layers * layer * (2 if mode == "bf16" else 1) + head
-    return weights + sequences * tokens * kv_bytes_of_token(config, mode)
+    weights = numbers * (2 if mode == "bf16" else 1) + head
+    carried = delta_carry_bytes(config, build_flow(precision_of(mode), shape))
+    return weights + sequences * (tokens * kv_bytes_of_token(config, mode) + carried)
 
 
 def linears_seconds(config: ModelConfig, mode: str, rows: int) -> float:

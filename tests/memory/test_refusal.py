@@ -194,3 +194,21 @@ def test_where_no_setting_helps_that_is_said() -> None:
     assert "fit on an RTX3090 (22.5 GiB)" in text
     text = refused(planner(QWEN3_8B, GPUS["h200"].total // 12, 8), 2048)
     assert "8 GPUs" in text and "take a smaller model" not in text
+
+
+def test_the_largest_cache_counts_what_sequences_carry() -> None:
+    """As many pages as are advised fit, and not one more."""
+    hybrid = replace(planner(model_shape("qwen3.5-9b"), H200), learns=False)
+    config, longest = TrainingConfig(), 4096
+
+    def planned(pages: int) -> int:
+        return hybrid.plan(RolloutConfig(kv_pages=pages), config, longest).pages
+
+    with pytest.raises(ConfigError) as refusal:
+        planned(10**6)
+    found = re.search(r"rollout.kv_pages that fits is ([\d,]+) pages", str(refusal.value))
+    assert found is not None
+    most = int(found[1].replace(",", ""))
+    assert planned(most) == most
+    with pytest.raises(ConfigError):
+        planned(most + 1)

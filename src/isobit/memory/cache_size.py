@@ -394,20 +394,29 @@ def cache_size_for(
     return cache_size_within(shape, flow, config, sizes, memory)
 
 
+def pages_within(
+    shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig, sizes: Sizes, memory: int
+) -> int:
+    """The most pages that fit into ``memory`` bytes with their carries."""
+
+    def taken(pages: int) -> int:
+        return with_carries(shape, flow, config, sizes, pages).bytes(shape, flow, sizes)
+
+    most = max(0, memory) // sizes.page_bytes(shape, flow)
+    return bisect_right(range(1, most + 1), memory, key=taken)
+
+
 def cache_size_within(
     shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig, sizes: Sizes, memory: int
 ) -> CacheSize:
     """Pages for ``max_sequences`` of the longest sequences that fit into ``memory`` bytes, with
     their carries. Raises ConfigError if not one page does.
     """
-
-    def taken(pages: int) -> int:
-        return with_carries(shape, flow, config, sizes, pages).bytes(shape, flow, sizes)
-
-    page = sizes.page_bytes(shape, flow)
-    affordable = bisect_right(range(1, max(0, memory) // page + 1), memory, key=taken)
-    if affordable <= 0:
-        beside = taken(1) - page
+    affordable = pages_within(shape, flow, config, sizes, memory)
+    if not affordable:
+        page = sizes.page_bytes(shape, flow)
+        least = with_carries(shape, flow, config, sizes, 1).bytes(shape, flow, sizes)
+        beside = least - page
         carries = f", and the two states of a sequence {beside / _GIB:.3g} GiB" if beside else ""
         raise ConfigError(
             f"rollout.kv_memory_gib = {max(memory, 0) / _GIB:.3g} holds no page of the KV cache: a "

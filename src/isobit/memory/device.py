@@ -51,6 +51,7 @@ from isobit.memory.cache_size import (
     cache_size_within,
     forward_bytes,
     pages_for,
+    pages_within,
     reserve_of,
     with_carries,
 )
@@ -176,9 +177,9 @@ class DevicePlanner:
             return DevicePlan({}, needed, self.total, 0, page_tokens, tokens, host, self.processes)
         standing = self.rollout_bytes(rollout, training)
         available = self.planned - sum(standing.values())
-        wanted, page = self.wanted_cache(rollout, longest), self._page_bytes
+        wanted = self.wanted_cache(rollout, longest)
         if wanted > available:
-            raise ConfigError(refusal.of_the_cache(wanted, available, page))
+            raise ConfigError(refusal.of_the_cache(wanted, available))
         size = self._cache_size(rollout, wanted, available)
         cache = size.parts(self._cached, self.flow, self.sizes)
         standing |= cache
@@ -233,9 +234,9 @@ class DevicePlanner:
     def _cached(self) -> ModelConfig:
         return with_heads_of_a_rank(self.shape, self.rollout_tp)
 
-    @property
-    def _page_bytes(self) -> int:
-        return self.sizes.page_bytes(self._cached, self.flow)
+    def most_pages(self, rollout: RolloutConfig, memory: int) -> int:
+        """The most pages of a cache that fit into so many bytes, with what sequences carry."""
+        return pages_within(self._cached, self.flow, rollout, self.sizes, memory)
 
     @property
     def _copy(self) -> dict[str, int]:

@@ -64,13 +64,13 @@ class Refusal:
             *self._ways_of_training(),
         )
 
-    def of_the_cache(self, wanted: int, available: int, page: int) -> str:
-        """A rollout whose cache does not fit: ``wanted`` bytes, in pages of ``page``."""
+    def of_the_cache(self, wanted: int, available: int) -> str:
+        """A rollout whose cache does not fit: ``wanted`` bytes."""
         assert self.rollout is not None
         left, key = max(available, 0), "rollout.kv_memory_gib"
-        most = f"{left / (1 << 30):.3g} GiB"
+        most, pages = f"{left / (1 << 30):.3g} GiB", self.planner.most_pages(self.rollout, left)
         if self.rollout.kv_pages is not None:
-            key, most = "rollout.kv_pages", f"{left // page:,} pages"
+            key, most = "rollout.kv_pages", f"{pages:,} pages"
         reserve = reserve_of(self.planner.total)
         said = (
             f"the KV cache would take {gib(wanted)} of the device's memory, and beside the "
@@ -78,7 +78,7 @@ class Refusal:
             f"sequences of up to {self.longest:,} tokens)"
         )
         is_set = self.rollout.kv_pages is not None or self.rollout.kv_memory_gib is not None
-        ways = [f"the largest {key} that fits is {most}"] if is_set and left >= page else []
+        ways = [f"the largest {key} that fits is {most}"] if is_set and pages else []
         enough: list[Changes] = []
         away, offload = self._offloaded(self.planner)
         for planner, models in ((self.planner, {}), (away, offload)):
