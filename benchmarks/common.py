@@ -32,9 +32,9 @@ from isobit.util.strict_json import json_text
 
 def measure_card() -> dict[str, Any]:
     """The card's name, UUID and copy bandwidth.  Another process measures, because an engine must
-    find the card untouched, and may fork.
+    find the card untouched; a new one, since the choice of a back end may have asked the driver.
     """
-    with multiprocessing.get_context("fork").Pool(1) as pool:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply_async(_measure).get(timeout=60)
 
 

@@ -281,19 +281,20 @@ def experts_backward(
     gate: Gate = "silu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dy BF16 [T, C] -> dx BF16 [T, C], and the gradient of the routing's weights, FP32 [T, k]."""
-    assert grads is not None, "support.model_problem refuses frozen experts"
     dispatch, num_experts = saved.dispatch, routing.logits.shape[1]
     as_bytes = products.as_bytes
     wide, narrow = (expert_site(weight, num_experts) for weight in (gate_up, down))
     d_outputs, d_weights = _weigh(dy, saved.outputs, dispatch, routing.weights)
-    if grads.down_bias is not None:
-        _add_bias_gradient(d_outputs, dispatch, grads.down_bias)
     d = output_gradient(d_outputs, narrow, as_bytes)
-    activation = swiglu_saved(saved.gate_up, narrow, gate, as_bytes)
-    wgrad(products, d.tokens, activation, grads.down, narrow, dispatch)
+    if grads is not None:
+        if grads.down_bias is not None:
+            _add_bias_gradient(d_outputs, dispatch, grads.down_bias)
+        activation = swiglu_saved(saved.gate_up, narrow, gate, as_bytes)
+        wgrad(products, d.tokens, activation, grads.down, narrow, dispatch)
+        del activation
     d_activation = _dgrad(products, d.rows, down, dispatch)
-    del d_outputs, activation
-    if grads.gate_up_bias is None:
+    del d_outputs
+    if grads is None or grads.gate_up_bias is None:
         d = swiglu_backward(d_activation, saved.gate_up, wide, gate, as_bytes)
         del d_activation
     else:
@@ -303,9 +304,10 @@ def experts_backward(
         _add_bias_gradient(d_made, dispatch, grads.gate_up_bias)
         d = output_gradient(d_made, wide, as_bytes)
         del d_made
-    x = input_saved(gather(saved.x, dispatch, pads=True).values, wide, as_bytes)
-    wgrad(products, d.tokens, x, grads.gate_up, wide, dispatch)
-    del x
+    if grads is not None:
+        x = input_saved(gather(saved.x, dispatch, pads=True).values, wide, as_bytes)
+        wgrad(products, d.tokens, x, grads.gate_up, wide, dispatch)
+        del x
     return combine(_dgrad(products, d.rows, gate_up, dispatch), dispatch), d_weights
 
 

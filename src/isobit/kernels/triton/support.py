@@ -109,6 +109,4 @@ def triton_problem() -> str | None:
 def model_problem(needs: ModelNeeds) -> str | None:
     if needs.preset == "fp32":
         return "precision 'fp32' is the CPU's reference"
-    if needs.has_frozen_experts:
-        return "LoRA on a model with experts is computed on CPUs alone"
     return heads_problem(needs.num_heads, needs.num_kv_heads, needs.head_dim)
