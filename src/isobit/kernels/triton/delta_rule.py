@@ -23,7 +23,7 @@ makes -0 to 0).  No kernel may contract a product and a sum (``enable_fp_fusion=
 ex2.approx, is the same instruction everywhere.
 
 **Work.**  ``_rule_kernel`` has one program a sequence, value head and block of dv, which walks its
-chunks; ROWS new rows at once: 1 in decoding, 16 for guesses, 64 in prompts and in training.  A
+chunks; ROWS new rows at once: 1 in decoding, 16 for guesses, 32 in prompts and in training.  A
 group's factors of u_j are in global memory, where each step of the chain reads one column; no more
 sequences are launched at once than have room there.
 FP32 products use no tensor cores, and blocks of dv repeat what is of keys alone: about 200,000
@@ -62,7 +62,7 @@ from isobit.kernels.triton.delta_rows import (
     rows_of,
 )
 from isobit.kernels.triton.memory import to_device
-from isobit.kernels.triton.sizes import FACTOR_COLUMNS, FACTORS
+from isobit.kernels.triton.sizes import FACTOR_COLUMNS, FACTOR_ROWS, FACTORS
 
 _CHUNK = tl.constexpr(CHUNK)
 _PART = tl.constexpr(16)  # rows of u that a product reads at once
@@ -339,7 +339,7 @@ class RuleForm:
     warps: int
 
 
-FORMS = RuleForm(1, 128, 32, 8), RuleForm(16, 64, 16, 8), RuleForm(CHUNK, FACTOR_COLUMNS, 16, 8)
+FORMS = RuleForm(1, 128, 32, 8), RuleForm(16, 64, 16, 8), RuleForm(FACTOR_ROWS, FACTOR_COLUMNS, 16, 8)
 
 
 def form_of(longest: int) -> RuleForm:

@@ -15,7 +15,7 @@ and 4 a row.
     delta rule   a token: q, k, v, decay and beta in FP32; in the backward these of each value head,
                  dO, their gradients, and what the convolution and the norms of q and k make of x.
                  Once: factors of the chains of u and o, and u of as many sequences; in the backward
-                 what autograd keeps of a chunk each of 16 sequences
+                 what autograd keeps of 32 chunks
     experts      rows of k choices a token and 127 more an expert, each like a token of the dense
                  linears; the transposed matrices of all experts of one linear
 """
@@ -63,9 +63,8 @@ FACTORS = 1 << 24
 """FP32 factors of the delta rule's chains that exist at once, unless those of one sequence are
 more.
 """
-FACTOR_COLUMNS = 64  # of a value, for which a program of 64 rows has
-FACTORS_OF_ROWS = 2 * DELTA_CHUNK**2
-DELTA_SEQUENCES = 16  # whose chunks the backward of the delta rule takes at once
+FACTOR_ROWS, FACTOR_COLUMNS = 32, 128  # of rows and of a value, that a program has at once
+DELTA_CHUNKS = 32  # that the backward of the delta rule takes at once
 HEAD_ROWS = 64  # the fastest products take lm_head's rows in whole tiles of so many
 _TILE = 128
 SPLIT_ROWS = 5, 64  # of an INT8 product that reads K in parts, the fewest and the most
@@ -100,14 +99,14 @@ def delta(shape: DeltaShape) -> DeltaBytes:
     of_heads = 4 * heads * (2 * key + value + 2)
     mixed = (2 * shape.width + 44) * shape.channels + 24 * heads * key
     chunk = DELTA_CHUNK * (6 * key + 17 * value + 27 * DELTA_CHUNK) + 8 * key * value
-    sequence = FACTORS_OF_ROWS * heads * -(-value // FACTOR_COLUMNS)
+    sequence = 2 * DELTA_CHUNK * FACTOR_ROWS * heads * -(-value // FACTOR_COLUMNS)
     at_once = max(1, FACTORS // sequence)
     return DeltaBytes(
         saved=4 * heads * key * value // DELTA_CHUNK,
         made=rows,
         gradients=rows + 4 * shape.values + of_heads + mixed,
         made_once=4 * at_once * (sequence + DELTA_CHUNK * shape.values),
-        gradients_once=4 * DELTA_SEQUENCES * heads * chunk,
+        gradients_once=4 * DELTA_CHUNKS * heads * chunk,
     )
 
 
