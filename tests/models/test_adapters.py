@@ -343,7 +343,8 @@ def base(tmp_path: Path) -> Path:
 
 
 def trained(base: Path, preset: str, lora: Lora = ALL) -> LoadedModel:
-    config = replace(read_config(base), lora=lora)
+    config = read_config(base)
+    config = replace(config, lora=lora.within(config))
     policy = Policy(config, named_precision(preset), read_masters(base, config))
     loaded = load_model(base, preset)
     return replace(loaded, policy=moved(policy))

@@ -1,5 +1,5 @@
-"""Hybrids in FP32 compute what transformers' own models compute, in 300 configurations: logits,
-gradients, and greedy tokens of the engine, of all weights or with adapters.
+"""Hybrids in FP32 compute what transformers' own models compute, in more than 300 configurations:
+logits, gradients, and greedy tokens of the engine, of all weights or with adapters.
 
 tests/models/test_against_transformers.py has the tolerances, and what is drawn beside adapters:
 layers of both kinds, heads, their sizes and how many values share a key, the width of the
@@ -52,9 +52,11 @@ def hybrids(draw: st.DrawFn) -> tuple["PreTrainedConfig", Lora | None]:
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=examples(300), deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(400), deadline=None, suppress_health_check=QUICK)
 @given(hybrids(), st.integers(0, 1000))
-def test_hybrids(drawn: tuple["PreTrainedConfig", Lora | None], seed: int) -> None:
+def test_logits_gradients_and_greedy_tokens(
+    drawn: tuple["PreTrainedConfig", Lora | None], seed: int
+) -> None:
     hf_config, lora = drawn
     check_logits_and_gradients(hf_config, seed, lora)
     check_engine(hf_config, seed, lora)

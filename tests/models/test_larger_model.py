@@ -122,9 +122,8 @@ def test_a_run_leaves_the_tower_as_it_was(made: Path, is_newer: bool, tmp_path: 
     torch.testing.assert_close(logits_of(again, IDS), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("has_experts", [False, True])
-def test_qwen_with_a_tower_and_layers_that_guess(has_experts: bool, tmp_path: Path) -> None:
-    """Both stay as they were, around a decoder with gated delta nets."""
+def qwen(folder: Path, has_experts: bool) -> Path:
+    """Qwen3.5 with a tower, as transformers writes it."""
     torch.manual_seed(0)
     text: dict[str, Any] = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256}
     text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -134,7 +133,6 @@ def test_qwen_with_a_tower_and_layers_that_guess(has_experts: bool, tmp_path: Pa
     text |= {"mtp_num_hidden_layers": 1, "rope_parameters": SECTIONS}
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
     vision |= {"out_hidden_size": 128, "patch_size": 4, "num_position_embeddings": 16}
-    source, trained = tmp_path / "source", tmp_path / "trained"
     model: Any = Qwen3_5ForConditionalGeneration
     config: Any = Qwen3_5Config(text_config=text, vision_config=vision)
     if has_experts:
@@ -143,7 +141,14 @@ def test_qwen_with_a_tower_and_layers_that_guess(has_experts: bool, tmp_path: Pa
         text |= {"shared_expert_intermediate_size": 56}
         model = Qwen3_5MoeForConditionalGeneration
         config = Qwen3_5MoeConfig(text_config=text, vision_config=vision)
-    model(config).bfloat16().save_pretrained(source)
+    model(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_qwen_with_a_tower_and_layers_that_guess(has_experts: bool, tmp_path: Path) -> None:
+    """Both stay as they were, around a decoder with gated delta nets."""
+    source, trained = qwen(tmp_path / "source", has_experts), tmp_path / "trained"
     before = load_file(source / WEIGHTS_FILE)
     before |= {"mtp.layers.0.mlp.up_proj.weight": torch.randn(8, 8).bfloat16()}
     save_file(before, source / WEIGHTS_FILE, {"format": "pt"})
@@ -200,7 +205,20 @@ def test_adapters_have_the_names_of_the_larger_model(
     made: Path, preset: str, tmp_path: Path
 ) -> None:
     """So that PEFT adds them to the decoder, and not to the tower's modules of the same names."""
-    config = replace(read_config(made), lora=Lora(4, 8.0, LORA_TARGETS))
+    check_adapters(made, preset, tmp_path)
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_so_have_those_of_delta_nets(has_experts: bool, tmp_path: Path) -> None:
+    made = qwen(tmp_path / "qwen", has_experts)
+    check_adapters(made, "fp32", tmp_path / "adapters")
+
+
+def check_adapters(made: Path, preset: str, folder: Path) -> None:
+    config = read_config(made)
+    left_out = () if config.experts is None else LORA_TARGETS[4:]
+    targets = tuple(name for name in config.lora_targets if name not in left_out)
+    config = replace(config, lora=Lora(4, 8.0, targets))
     masters = read_masters(made, config)
     policy = Policy(config, PrecisionConfig.model_validate(preset), masters)
     with torch.no_grad():
@@ -209,15 +227,15 @@ def test_adapters_have_the_names_of_the_larger_model(
     policy.publish()
     stored = FolderCheckpoint.open(made, config)
     folded = folded_columns(config, policy.flow, stored.tensor)
-    write_adapters(tmp_path, policy.config.lora, made, peft_tensors(config, policy.masters, folded))  # type: ignore[arg-type]
-    path = tmp_path / "adapter_config.json"
+    write_adapters(folder, policy.config.lora, made, peft_tensors(config, policy.masters, folded))  # type: ignore[arg-type]
+    path = folder / "adapter_config.json"
     path.write_text(
         json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(made)})
     )
-    assert torch.equal(logits_of(load_policy(tmp_path, preset), IDS), logits_of(policy, IDS))
+    assert torch.equal(logits_of(load_policy(folder, preset), IDS), logits_of(policy, IDS))
     if preset == "fp32":
         ours = logits_of(policy, IDS)
-        torch.testing.assert_close(theirs(made, tmp_path), ours, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(theirs(made, folder), ours, atol=1e-4, rtol=1e-4)
         assert (ours - theirs(made)).abs().max() > 0.1
 
 

@@ -28,7 +28,7 @@ TYPES = {
 }
 HEADS = {"H": 32, "KH": 16, "DK": 128, "DV": 128}
 OF_CARRIES = "READ", "KEYS", "DECAYS"
-SPILLED = {1: {80: 12, 86: 28, 89: 28}, 16: {80: 72, 120: 96, 121: 96}, CHUNK: {80: 72}}
+SPILLED = {1: {80: 12, 86: 28, 89: 28}, 16: {80: 72, 120: 96, 121: 96}, FACTOR_ROWS: {80: 72}}
 """Bytes of a thread by the rows of a program, and by generation."""
 
 
