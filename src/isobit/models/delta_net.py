@@ -190,7 +190,7 @@ class DeltaNet:
             input=stream,
             read=read + stream,
             kept=projected + rule.made,
-            made=read + stream + projected + gates + max(rule.made, values) + values,
+            made=read + stream + projected + gates + max(rule.made + rule.saved, values) + values,
             gradients=2 * stream
             + 2 * values
             + max(
