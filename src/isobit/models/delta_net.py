@@ -191,7 +191,13 @@ class DeltaNet:
             input=stream,
             read=read + stream,
             kept=projected + rule.made + adapter,
-            made=read + stream + projected + gates + max(rule.made, values) + values + adapter,
+            made=read
+            + stream
+            + projected
+            + gates
+            + max(rule.made + rule.saved, values)
+            + values
+            + adapter,
             gradients=adapter_gradients
             + 2 * stream
             + 2 * values

@@ -5,6 +5,7 @@ from math import prod
 import pytest
 import torch
 
+from isobit.kernels.operands import DeltaShape
 from isobit.kernels.triton import sizes
 from isobit.kernels.triton.attend import Attended, GpuKvCache
 from isobit.kernels.triton.attention import SCALES, PackedKeys
@@ -132,3 +133,22 @@ def tensors_of(attended: Attended) -> list[torch.Tensor]:
     found = [queries.values, queries.scales, keys.keys, keys.key_scales, keys.values]
     found += [keys.value_scales, attended.output, attended.log_sum_exp]
     return [one for one in found if one is not None]
+
+
+def test_carries_are_of_delta_layers_and_copied_in_each() -> None:
+    shape = CacheShape(3, 1, 64, DeltaShape(2, 4, 16, 32, 4), (0, 2))
+    flow = shape.flow("bf16")
+    cache = GpuKvCache(shape, flow, 2, "cpu", 5)
+    tensors = [one for carries in cache.delta.values() for one in carries.tensors]
+    assert list(cache.layers) == [1] and list(cache.delta) == [0, 2]
+    assert sum(one.nbytes for one in tensors) == 5 * sizes.carry_bytes(shape, flow)
+    assert not any(one.any() for one in tensors)
+    for one in tensors:
+        one.normal_()
+    expected = [one.clone() for one in tensors]
+    for one in expected:
+        one[0], one[4] = one[3], one[1]
+    cache.copy_carries([3, 1], [0, 4])
+    assert all(map(torch.equal, tensors, expected))
+    cache.clear()
+    assert not any(one.any() for one in tensors)

@@ -12,6 +12,7 @@ import triton.language as tl
 from isobit.kernels.triton import delta_gates, delta_rows, delta_rule, hybrid, pointwise
 from isobit.kernels.triton.delta_rows import CHUNK
 from isobit.kernels.triton.delta_rule import FORMS, RuleForm
+from isobit.kernels.triton.sizes import FACTOR_ROWS
 from tests.kernels.hopper.ahead_of_time import Compiled
 from tests.kernels.triton.assembled import assert_assembles, compile_portable
 

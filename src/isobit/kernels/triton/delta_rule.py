@@ -339,7 +339,11 @@ class RuleForm:
     warps: int
 
 
-FORMS = RuleForm(1, 128, 32, 8), RuleForm(16, 64, 16, 8), RuleForm(FACTOR_ROWS, FACTOR_COLUMNS, 16, 8)
+FORMS = (
+    RuleForm(1, 128, 32, 8),
+    RuleForm(16, 64, 16, 8),
+    RuleForm(FACTOR_ROWS, FACTOR_COLUMNS, 16, 8),
+)
 
 
 def form_of(longest: int) -> RuleForm:
