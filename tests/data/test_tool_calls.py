@@ -10,17 +10,14 @@ from hypothesis import strategies as st
 from isobit.config.environment import ToolFormat
 from isobit.data import tool_calls
 from isobit.data.call_values import typed
-from isobit.data.tool_calls import (
+from isobit.data.parsed_calls import (
     MOST_CALLS,
     MalformedCall,
-    Parameters,
     Parsed,
     Said,
     ToolCall,
-    TurnReader,
-    parameters_of,
-    read_turn,
 )
+from isobit.data.tool_calls import Parameters, parameters_of, read_turn, turn_reader
 from tests.data.test_chat_templates import tokenizer_of
 
 FORMATS: tuple[ToolFormat, ...] = ("hermes", "qwen3_coder", "llama3", "mistral", "plain")
@@ -99,7 +96,7 @@ def schemas_of(calls: list[tuple[str, dict[str, Any]]]) -> dict[str, Parameters]
 
 def in_pieces(text: str, sizes: list[int], form: ToolFormat, is_thinking: bool) -> Said:
     """What a reader says of a turn that arrives in pieces."""
-    reader, told, place = TurnReader(form, ADDING, is_thinking), "", 0
+    reader, told, place = turn_reader(form, ADDING, is_thinking), "", 0
     for size in [*sizes, len(text)]:
         told += reader.feed(text[place : place + size])
         place += size
