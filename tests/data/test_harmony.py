@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from isobit.config.data import ChatConfig
 from isobit.data.chat_template import rendered
@@ -16,7 +17,7 @@ from isobit.data.harmony import writes_harmony
 from isobit.data.parsed_calls import MalformedCall, Parsed, Said, ToolCall
 from isobit.data.stop_tokens import describe_end_of_turn, stop_token_ids
 from isobit.data.tokenizer import load_tokenizer
-from isobit.data.tool_calls import read_turn
+from isobit.data.tool_calls import read_turn, turn_reader
 from isobit.util.errors import ConfigError
 from tests.data.test_chat_templates import FAMILIES, tokenizer_of
 from tests.data.test_continuation import TOOLS, stops_of
@@ -83,6 +84,7 @@ def test_a_call_is_read_as_it_was_meant_behind_any_thinking(
         (f"{ANALYSIS}I add.{NEXT}", []),
         ('<|channel|>commentary<|message|>{"a": 1}', []),
         ('<|channel|>commentary to=user<|message|>{"a": 1}', []),
+        ('<|start|>user to=functions.add<|message|>{"a": 1}', []),
         (f"{ANALYSIS}It says<|end|><|start|>functions.add to=assistant<|channel|>commentary"
          '<|message|>"3"', []),
     ],
@@ -91,6 +93,22 @@ def test_spellings(text: str, calls: list[Parsed]) -> None:
     assert read(text).calls == calls
     if not calls:
         assert read(text).text == text
+
+
+def test_text_behind_thinking_that_the_prompt_began_is_no_header() -> None:
+    text = 'to=functions.add<|message|>{"a": 1}'
+    assert read(text, is_thinking=True) == Said(text, [])
+
+
+def test_a_stream_holds_back_headers_alone_until_a_call() -> None:
+    reader = turn_reader("harmony", ADDING, is_thinking=False)
+    pieces = ["<|channel|>", "analysis", "<|message|>Hm", ", I <", "add.<|end|>", "<|start|>assis"]
+    assert [reader.feed(one) for one in pieces] == [
+        *("", "", "<|channel|>analysis<|message|>Hm", ", I ", "<add.<|end|>", ""),
+    ]
+    assert [reader.feed(one) for one in (f"tant{CALL}", "{}", "<|end|>")] == ["", "", ""]
+    assert reader.held == f"<|start|>assistant{CALL}{{}}<|end|>"
+    assert reader.finish() == Said("", [NONE])
 
 
 @pytest.mark.parametrize(
@@ -176,6 +194,16 @@ def test_a_user_who_answers_is_refused_since_the_template_drops_the_analysis() -
     assert "First add." not in history and "<|return|>" not in history
     with pytest.raises(ConfigError, match="once the user's words follow, otherwise than before"):
         Continuation(tokenizer, chat, "harmony", TOOLS, stops, ["user"])
+
+
+def test_a_template_that_drops_the_analysis_ahead_of_a_result_is_refused() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("gpt_oss").backend_tokenizer)
+    template = str(tokenizer_of("gpt_oss").chat_template)
+    changed = template.replace("message.thinking and not future_final_message.found", "loop.last")
+    tokenizer.chat_template = changed
+    assert changed != template
+    with pytest.raises(ConfigError, match="once the tools' results follow, otherwise than before"):
+        Continuation(tokenizer, ChatConfig(date=DATE), "harmony", TOOLS, stops_of(tokenizer))
 
 
 def test_a_call_must_end_a_turn() -> None:
