@@ -104,7 +104,7 @@ def test_a_stream_holds_back_headers_alone_until_a_call() -> None:
     reader = turn_reader("harmony", ADDING, is_thinking=False)
     pieces = ["<|channel|>", "analysis", "<|message|>Hm", ", I <", "add.<|end|>", "<|start|>assis"]
     assert [reader.feed(one) for one in pieces] == [
-        *("", "", "<|channel|>analysis<|message|>Hm", ", I ", "<add.<|end|>", ""),
+        *("", "", "<|channel|>analysis<|message|>Hm", ", I", " <add.<|end|>", ""),
     ]
     assert [reader.feed(one) for one in (f"tant{CALL}", "{}", "<|end|>")] == ["", "", ""]
     assert reader.held == f"<|start|>assistant{CALL}{{}}<|end|>"
