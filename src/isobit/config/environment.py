@@ -33,7 +33,7 @@ class EnvironmentConfig(Strict):
     """Keyword arguments of the class, of ``load_environment``, or of each reset of a server;
     "env:NAME" is an environment variable's value and is not written anywhere.
     """
-    format: Literal["auto"] | ToolFormat = "auto"
+    format: Literal["auto", ToolFormat] = "auto"
     """How the model writes calls; auto asks the chat template, and takes plain without one."""
     max_turns: int = Field(default=8, gt=1, le=1000)
     """Turns of the model in an episode. The last one has to answer: it calls no tools. An episode
