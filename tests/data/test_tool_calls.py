@@ -10,20 +10,18 @@ from hypothesis import strategies as st
 from isobit.config.environment import ToolFormat
 from isobit.data import tool_calls
 from isobit.data.call_values import typed
-from isobit.data.tool_calls import (
+from isobit.data.parsed_calls import (
     MOST_CALLS,
     MalformedCall,
-    Parameters,
     Parsed,
     Said,
     ToolCall,
-    TurnReader,
-    parameters_of,
-    read_turn,
 )
+from isobit.data.tool_calls import Parameters, parameters_of, read_turn, turn_reader
 from tests.data.test_chat_templates import tokenizer_of
 
 FORMATS: tuple[ToolFormat, ...] = ("hermes", "qwen3_coder", "llama3", "mistral", "plain")
+"""All but ``harmony``, whose thinking has no tags of its own (``test_harmony``)."""
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[add(")
 THOUGHTS = (
     *(("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]")),
@@ -39,6 +37,29 @@ PIECES = [
     *("NaN", "-Infinity", "1e999", "9" * 5000, "[" * 1500, '{"a":' * 1200, "\ud800", "\0", "é"),
 ]
 """What formats are made of, and what readers of JSON stumble over."""
+HARMONY = [
+    *(
+        "<|start|>",
+        "assistant",
+        "<|channel|>",
+        "commentary",
+        "analysis",
+        " to=functions.add",
+        "to=",
+    ),
+    *(
+        "<|constrain|>json",
+        "<|message|>",
+        "<|end|>",
+        "<|call|>",
+        "<|return|>",
+        " ",
+        "\n",
+        "<|",
+        "<",
+    ),
+    *('{"a": 1}', "{", '"', "to=functions.add<|message|>", " to=python", "functions.", "functions"),
+]
 WORDS = st.text(max_size=8) | st.sampled_from([*MARKS, *TAGS, "</tool_call>x", '"}'])
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**20), 10**20) | WORDS,
@@ -51,7 +72,8 @@ CALLS = st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3)
 SCHEMA = {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}
 ADDING = parameters_of([SCHEMA])
 TYPES = {str: "string", bool: "boolean", int: "integer", dict: "object", list: "array"}
-TEXT = st.text() | st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
+HEADER = "<|start|>assistant<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
+TEXT = st.text() | st.lists(st.sampled_from([*PIECES, *HARMONY]), max_size=12).map("".join)
 
 
 def calls_in(text: str, form: ToolFormat, is_thinking: bool = False) -> list[Parsed]:
@@ -70,6 +92,8 @@ def written(calls: list[tuple[str, dict[str, Any]]], form: ToolFormat) -> str:
             return "; ".join(one.replace('"arguments"', '"parameters"', 1) for one in objects)
         case "mistral":
             return f"[TOOL_CALLS] [{', '.join(objects)}]"
+        case "harmony":
+            return "".join(f"{HEADER.format(name)}{json.dumps(given)}" for name, given in calls)
         case "plain":
             inside = [
                 f"{name}({', '.join(f'{key}={json.dumps(one)}' for key, one in given.items())})"
@@ -99,7 +123,7 @@ def schemas_of(calls: list[tuple[str, dict[str, Any]]]) -> dict[str, Parameters]
 
 def in_pieces(text: str, sizes: list[int], form: ToolFormat, is_thinking: bool) -> Said:
     """What a reader says of a turn that arrives in pieces."""
-    reader, told, place = TurnReader(form, ADDING, is_thinking), "", 0
+    reader, told, place = turn_reader(form, ADDING, is_thinking), "", 0
     for size in [*sizes, len(text)]:
         told += reader.feed(text[place : place + size])
         place += size
@@ -108,7 +132,7 @@ def in_pieces(text: str, sizes: list[int], form: ToolFormat, is_thinking: bool) 
     return Said(told + said.text, said.calls)
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", [*FORMATS, "harmony"])
 @given(text=TEXT, is_thinking=st.booleans(), sizes=st.lists(st.integers(0, 9), max_size=9))
 def test_nothing_that_a_model_writes_raises_whole_or_in_pieces(
     form: ToolFormat, text: str, is_thinking: bool, sizes: list[int]
@@ -176,6 +200,7 @@ def test_nothing_inside_thinking_is_a_call(
         ("llama3_1", "llama3"),
         ("mistral_nemo", "mistral"),
         ("mistral_small", "mistral"),
+        ("gpt_oss", "harmony"),
     ],
 )
 def test_what_a_template_writes_is_read_back(family: str, form: ToolFormat) -> None:
@@ -191,7 +216,7 @@ def test_what_a_template_writes_is_read_back(family: str, form: ToolFormat) -> N
         for some, begins in ((asked, True), ([*asked, turn], False))
     )
     text = whole.removeprefix(ahead)
-    for end in ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "</s>"):
+    for end in ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "</s>", "<|call|>"):
         text = text.partition(end)[0]
     tools = {"weather": {key: {"type": one} for key, one in types.items()}}
     expected = [ToolCall("weather", arguments)]

@@ -48,12 +48,12 @@ from tests.models.policies import (
 LENGTHS = (1, 18, 67, 130)
 FLOWS = ("fp32", "bf16", "fp8-linear", "fp8", "int8-linear", "int8")
 FAMILIES: tuple[Family, ...] = (
-    "llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "olmo2", "gemma3_text",
+    "llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "phi3", "olmo2", "gemma3_text",
     "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen3_moe", "gpt_oss",
 )  # fmt: skip
 ALL = Lora(8, 12.0, KNOWN_TARGETS)
 OF_DELTA_NETS = "in_proj_z", "in_proj_a", "in_proj_qkvz"
-SOME = Lora(5, 7.0, ("k_proj", "v_proj", "up_proj", *OF_DELTA_NETS), rslora=True)
+SOME = Lora(5, 7.0, ("k_proj", "v_proj", "up_proj", "qkv_proj", *OF_DELTA_NETS), rslora=True)
 
 
 def config_of(family: Family = "qwen3", lora: Lora | None = ALL, tied: bool = True) -> ModelConfig:

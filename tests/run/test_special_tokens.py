@@ -108,6 +108,25 @@ def test_stop_strings_read_what_is_shown(folder: Path) -> None:
         assert one.text.startswith(other.text)
 
 
+def test_they_are_shown_by_themselves_where_gpt_oss_has_its_channels(
+    make_config: Callable[..., RunConfig], folder: Path
+) -> None:
+    template = (
+        "{# <|channel|> %s #}{{ bos_token }}{%% for m in messages %%}{{ m.content }}{%% endfor %%}"
+    )
+    seen = []
+    for mark in ("", "<|call|>"):
+        (folder / "chat_template.jinja").write_text(template % mark)
+        texts = [one.text for one in completions(folder)]
+        said = read_rl(resolve(make_config(model=str(folder)))).learning
+        seen.append((any("," in one for one in texts), [one for one in said if "special" in one]))
+        assert not any("," in one.text for one in completions(folder, special_tokens="hide"))
+    (is_plain_shown, [plain]), (is_shown, [shown]) = seen
+    assert (is_plain_shown, is_shown) == (False, True)
+    assert 'without special tokens (rollout.special_tokens = "hide")' in plain
+    assert 'with special tokens (rollout.special_tokens = "show")' in shown
+
+
 def test_a_further_stop_token_ends_a_completion(folder: Path) -> None:
     made = completions(folder, stop_tokens=[","])
     ended = [one for one in made if one.token_ids[-1] == COMMA]

@@ -105,12 +105,12 @@ def _evaluate(
         return graders.collect(groups, models=models)
 
     evaluation = evaluator.run(progress, grading)
-    stops = model.sampling(config.rollout).stop_token_ids
+    sampling = model.sampling(config.rollout)
     made = [
         one for _, groups in evaluation.values() for group in groups for one in group.completions
     ]
-    if config.rollout.special_tokens == "hide" and (
-        note := describe_hidden(made, model.tokenizer, stops)
+    if not sampling.special_tokens and (
+        note := describe_hidden(made, model.tokenizer, sampling.stop_token_ids)
     ):
         say(f"isobit: {note}")
     return evaluation

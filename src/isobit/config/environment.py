@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from isobit.config.base import MAX_COUNT, MAX_WAIT_S, HomeName, Strict
 
-ToolFormat = Literal["hermes", "qwen3_coder", "llama3", "mistral", "plain"]
+ToolFormat = Literal["hermes", "qwen3_coder", "llama3", "mistral", "harmony", "plain"]
 """How a model writes calls of tools (``isobit.data.tool_calls``)."""
 ENVIRONMENTS = ("calculator", "guess", "python", "search")
 """Those that ship with Isobit (``isobit.environments.shipped``)."""
@@ -33,7 +33,7 @@ class EnvironmentConfig(Strict):
     """Keyword arguments of the class, of ``load_environment``, or of each reset of a server;
     "env:NAME" is an environment variable's value and is not written anywhere.
     """
-    format: Literal["auto", "hermes", "qwen3_coder", "llama3", "mistral", "plain"] = "auto"
+    format: Literal["auto", ToolFormat] = "auto"
     """How the model writes calls; auto asks the chat template, and takes plain without one."""
     max_turns: int = Field(default=8, gt=1, le=1000)
     """Turns of the model in an episode. The last one has to answer: it calls no tools. An episode

@@ -10,11 +10,13 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 """Linears of attention and MLPs that can have an adapter, by PEFT's names, in the order of the
 forward.
 """
+FUSED_TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+"""Those of Phi-3, where q, k and v are one matrix with one A and one B, and gate and up another."""
 DELTA_TARGETS = (
     "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj",
 )  # fmt: skip
 """Those of gated delta nets. Qwen3-Next has in_proj_qkvz and in_proj_ba, the others have four."""
-KNOWN_TARGETS = (*LORA_TARGETS, *DELTA_TARGETS)
+KNOWN_TARGETS = (*LORA_TARGETS, "qkv_proj", "gate_up_proj", *DELTA_TARGETS)
 ALL_LINEAR = "all-linear"
 
 
@@ -29,8 +31,9 @@ class LoraConfig(Strict):
     """An adapter's output is multiplied by alpha / rank; by default alpha is twice the rank."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """Linears that have an adapter, of those that the model has: q_proj, k_proj, v_proj, o_proj,
-    gate_proj, up_proj and down_proj, of gated delta nets in_proj_qkv, in_proj_z, in_proj_b and
-    in_proj_a, or in_proj_qkvz and in_proj_ba, and out_proj; or all-linear for all of them.
+    gate_proj, up_proj and down_proj, of Phi-3 qkv_proj, o_proj, gate_up_proj and down_proj, of
+    gated delta nets in_proj_qkv, in_proj_z, in_proj_b and in_proj_a, or in_proj_qkvz and
+    in_proj_ba, and out_proj; or all-linear for all of them.
     """
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732)."""

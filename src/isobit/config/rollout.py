@@ -28,9 +28,10 @@ class RolloutConfig(Strict):
     """Tokens, as the tokenizer spells them, that end a completion besides the folder's
     ``eos_token_id``: for example the end of turn of a chat template that is new to the model.
     """
-    special_tokens: Literal["hide", "show"] = "hide"
+    special_tokens: Literal["auto", "hide", "show"] = "auto"
     """Whether the text of a completion, which rewards read, shows its special tokens. The one that
-    ends it is never shown.
+    ends it is never shown. ``auto`` hides them, but not where the chat template is gpt-oss's, whose
+    channels they mark.
     """
     max_sequences: int = Field(default=256, gt=0, le=MAX_BATCH)
     """Sequences decoded at once."""

@@ -20,6 +20,7 @@ from isobit.data.chat_template import mentions, rendered
 from isobit.data.encoding import quoted, quoted_values, token_ids, unmarked
 from isobit.data.prompts import prompts_of_rows
 from isobit.data.sources import row_of
+from isobit.data.tool_calls import parameters_of
 from isobit.records.messages import VARIABLES_COLUMN, Message, Messages, as_messages
 from isobit.records.text import Prompt
 from isobit.util.errors import ConfigError, DataError
@@ -35,6 +36,8 @@ Speaker = Literal["tool", "user"]
 _SAID = "isobit"
 _CALL_ID = "isobit000"
 """Templates of Mistral want nine characters."""
+_THOUGHTS = "reasoning_content", "thinking"
+"""Keys of messages that templates read a thought from, the latter gpt-oss's."""
 
 
 class Continuation:
@@ -57,6 +60,8 @@ class Continuation:
         self._chat = chat
         self._form = form
         self._tools = tools
+        known = [*parameters_of(tools)]
+        self._name: str = known[0] if len(known) == 1 else _SAID
         self._stops = {token: str(tokenizer.decode([token])) for token in stop_token_ids}
         self._is_templated = chat.chat and bool(tokenizer.chat_template)
         self._checked = set[Speaker]()
@@ -65,20 +70,27 @@ class Continuation:
                 self._check(speaker)
 
     def token_ids(
-        self, results: Sequence[str], ended: int | None, spoken: Sequence[str] = ()
+        self,
+        results: Sequence[str],
+        ended: int | None,
+        spoken: Sequence[str] = (),
+        names: Sequence[str] = (),
     ) -> list[int]:
         """The tokens behind a turn that ended with the stop token ``ended`` (None: by a stop
         string), up to where the model draws again.  ``results`` are texts of tools, in the order
         of the calls, and ``spoken`` those of the user behind them; control tokens that they spell
-        are ordinary characters.
+        are ordinary characters.  ``names`` are those of the tools that were called, for templates
+        that write the name ahead of a result; the only tool's where it is not known.
 
         Raises ConfigError where the user has spoken first, in a template that cannot continue that.
         """
         if self._is_templated:
             if (speaker := "tool" if results else "user") not in self._checked:
                 self._check(speaker)
-            said = [*self._results(results), *({"role": "user", "content": one} for one in spoken)]
-            _, stop, text = self._next_turn([self._answer(speaker)], said)
+            name = next(filter(None, names), self._name)
+            users: list[Message] = [{"role": "user", "content": one} for one in spoken]
+            said = [*self._results(results, name), *users]
+            _, stop, text = self._next_turn([self._answer(speaker, name)], said)
         else:
             stop = self._stops[ended] if ended in self._stops else next(iter(self._stops.values()))
             spelling = "".join([*(f"[{result}]" for result in results), *spoken])
@@ -123,17 +135,20 @@ class Continuation:
             )
         return both[len(first) :]
 
-    def _answer(self, speaker: Speaker) -> Message:
-        """A turn that ``speaker`` answers, with a thought if the template knows thoughts."""
+    def _answer(self, speaker: Speaker, name: str) -> Message:
+        """A turn that ``speaker`` answers, perhaps with a call of the tool ``name``, and with a
+        thought if the template knows thoughts.
+        """
         message: dict[str, Any] = {"role": "assistant", "content": ""}
         if self._form == "plain" or speaker == "user":
             message["content"] = _SAID
         else:
-            function = {"name": _SAID, "arguments": {}}
+            function = {"name": name, "arguments": {}}
             call = {"type": "function", "id": _CALL_ID, "function": function}
             message["tool_calls"] = [call]
-        if mentions(self._tokenizer, "reasoning_content"):
-            message["reasoning_content"] = _SAID
+        keys = [one for one in _THOUGHTS if mentions(self._tokenizer, one)]
+        if keys:
+            message |= dict.fromkeys(keys, _SAID)
         elif self._thinks:
             message["content"] = f"<think>\n{_SAID}\n</think>\n\n{message['content']}"
         return message
@@ -145,10 +160,10 @@ class Continuation:
             "\n".join(template.values()) if isinstance(template, dict) else str(template)
         )
 
-    def _results(self, results: Sequence[str]) -> list[Message]:
+    def _results(self, results: Sequence[str], name: str) -> list[Message]:
         if self._form == "plain" and results:
             return [{"role": "user", "content": "".join(f"[{result}]" for result in results)}]
-        named = {"role": "tool", "name": _SAID, "tool_call_id": _CALL_ID}
+        named = {"role": "tool", "name": name, "tool_call_id": _CALL_ID}
         return [{**named, "content": result} for result in results]
 
     def _text(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
@@ -198,8 +213,8 @@ class Continuation:
 
     def _check(self, speaker: Speaker) -> None:
         """Refuse a template that does not continue what it has rendered, turn by turn."""
-        answer, spoken = self._answer(speaker), [{"role": "user", "content": "1"}]
-        said = self._results(["1", "2"]) if speaker == "tool" else spoken
+        answer, spoken = self._answer(speaker, self._name), [{"role": "user", "content": "1"}]
+        said = self._results(["1", "2"], self._name) if speaker == "tool" else spoken
         before, stop, behind = self._next_turn([answer], said)
         _, _, later = self._next_turn([answer, answer], said)
         if later != behind:

@@ -8,8 +8,12 @@ from transformers import PreTrainedTokenizerBase
 
 from isobit.data.chat_template import rendered
 from isobit.data.encoding import special_token_ids, token_ids
+from isobit.data.harmony import writes_harmony
 from isobit.util.errors import ConfigError, ModelError
 from isobit.util.plain_files import read_plain
+
+HARMONY_ENDS = "<|return|>", "<|call|>"
+"""The tokens that end an answer and a call of a tool of gpt-oss."""
 
 
 def stop_token_ids(
@@ -17,7 +21,8 @@ def stop_token_ids(
 ) -> tuple[int, ...]:
     """The tokens that end a completion: the tokenizer's end of sequence and those of
     ``generation_config.json``, or, where it names none, of ``config.json``, ascending. Chat models
-    often name an end of turn in only one of them.
+    often name an end of turn in only one of them. With gpt-oss's chat template also
+    ``HARMONY_ENDS``.
 
     Raises ``ModelError`` if none names any, if a file is damaged, and for a token outside an
     embedding of ``vocab_size`` rows.
@@ -28,7 +33,7 @@ def stop_token_ids(
         path = folder / "config.json"
         named = named_stops(path)
     own = tokenizer.eos_token_id
-    stops = {*named, *([own] if isinstance(own, int) else [])}
+    stops = {*named, *([own] if isinstance(own, int) else []), *_ends_of_harmony(tokenizer)}
     beyond = [token for token in stops if token < 0 or (vocab_size or token + 1) <= token]
     if beyond:
         raise ModelError(
@@ -41,6 +46,11 @@ def stop_token_ids(
             "generation_config.json nor config.json; set eos_token_id there"
         )
     return tuple(sorted(stops))
+
+
+def _ends_of_harmony(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    known = tokenizer.get_vocab() if writes_harmony(tokenizer) else {}
+    return [known[one] for one in HARMONY_ENDS if one in known]
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:

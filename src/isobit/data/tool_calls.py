@@ -6,13 +6,14 @@
     llama3       {"name": "add", "parameters": {"a": 1}}                         Llama 3
     mistral      [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]            Mistral
                  [TOOL_CALLS]add[ARGS]{"a": 1}                                   its later models
+    harmony      to=functions.add<|channel|>commentary json<|message|>{"a": 1}   gpt-oss
     plain        [add(1, b=2)]                                                   any model
 
 All but the last are written by chat templates, which say what a model was trained with; ``plain``
 is for tokenizers without a template, or with one that knows no tools.  Values are JSON, and where a
 call ends is where its JSON does; but in ``qwen3_coder`` a value is a text, read as what the tool's
 schema says of it, and ends at the first </parameter> that another tag of the format follows.  A
-turn may hold several calls.
+turn may hold several calls, except in ``harmony``, which ``isobit.data.harmony`` reads.
 
 Nothing inside thinking is a call (``isobit.records.text.THINK``), also where the prompt has begun
 the thinking, or it never ends.  Where an end of thinking has no beginning, all before it was
@@ -25,7 +26,6 @@ whose problem the model is shown.
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -35,42 +35,26 @@ from isobit.config.data import ChatConfig
 from isobit.config.environment import ToolFormat
 from isobit.data.call_values import json_at, shown_at, typed
 from isobit.data.chat_template import mentions
+from isobit.data.harmony import CHANNEL, HarmonyReader, writes_harmony
+from isobit.data.parsed_calls import (
+    MOST_CALLS,
+    MalformedCall,
+    Parsed,
+    Said,
+    ToolCall,
+    TurnReader,
+    begun,
+    call_of,
+    function_of,
+    named_call,
+)
 from isobit.records.text import HARMONY, THINK, THOUGHT
 from isobit.util.errors import ConfigError
 
-MOST_CALLS = 16
-"""Calls in a turn; those beyond are answered with an error."""
 _MOST_READ = 16 * MOST_CALLS
 """Marks of calls that are read in a turn; those beyond are only counted, because each JSON error
 takes a time that grows with the text.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    name: str
-    arguments: Mapping[str, Any]
-    """Arguments by name."""
-    positional: tuple[Any, ...] = ()
-    """Arguments without a name, which only ``plain`` has."""
-
-
-@dataclass(frozen=True, slots=True)
-class MalformedCall:
-    problem: str
-    """A message to the model: what is wrong, and what is expected."""
-
-
-Parsed = ToolCall | MalformedCall
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """The text and the calls of one turn."""
-
-    text: str
-    """Up to the first call, without white space ahead of it; all of it where there is no call."""
-    calls: list[Parsed]
 
 
 Parameters = Mapping[str, Any]
@@ -81,7 +65,7 @@ def parameters_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, Parameters]:
     """The parameters by tool of the schemas of tools, in OpenAI's form or in that below its
     ``function``.
     """
-    return {str(one.get("name")): _properties(one) for one in map(_function_of, tools)}
+    return {str(one.get("name")): _properties(one) for one in map(function_of, tools)}
 
 
 def _properties(function: Mapping[str, Any]) -> Parameters:
@@ -100,14 +84,21 @@ def read_turn(
         tools: the parameters of the request's tools, by name.
         is_thinking: whether the prompt ends in the beginning of the model's thinking.
     """
-    reader = TurnReader(form, tools, is_thinking)
+    reader = turn_reader(form, tools, is_thinking)
     begin = reader.feed(text)
     rest = reader.finish()
     return Said(begin + rest.text, rest.calls)
 
 
-class TurnReader:
-    """Reads a turn as it arrives (``read_turn`` has the arguments)."""
+def turn_reader(form: ToolFormat, tools: Mapping[str, Parameters], is_thinking: bool) -> TurnReader:
+    """A reader of a turn that arrives in pieces (``read_turn`` has the arguments)."""
+    if form == "harmony":
+        return HarmonyReader(tools, is_thinking)
+    return _TagReader(form, tools, is_thinking)
+
+
+class _TagReader:
+    """Reads turns whose calls a mark begins, outside of tags around thinking."""
 
     def __init__(
         self, form: ToolFormat, tools: Mapping[str, Parameters], is_thinking: bool
@@ -122,13 +113,9 @@ class TurnReader:
 
     @property
     def held(self) -> str:
-        """The text that ``feed`` has not given back yet."""
         return "".join(self._held)
 
     def feed(self, text: str) -> str:
-        """Take more of the turn, and give back the text that no continuation can make part of a
-        call. From the first call on, everything is held.
-        """
         if self._holds_call:
             self._held.append(text)
             return ""
@@ -144,7 +131,6 @@ class TurnReader:
         return text[:end]
 
     def finish(self) -> Said:
-        """The text and the calls of the held text, once the turn has ended."""
         text = self.held
         place = 0
         begin = 0
@@ -206,21 +192,16 @@ MARKS: Mapping[ToolFormat, str] = {
     "qwen3_coder": _TOOL_CALL,
     "hermes": _TOOL_CALL,
     "llama3": _PYTHON_TAG,
+    "harmony": CHANNEL,
 }
 """The marks that begin a call in the formats of chat templates; a template has the first format
-whose mark it names, but ``qwen3_coder`` only where it names ``<function=`` too."""
+whose mark it names, but ``qwen3_coder`` and ``harmony`` only where it names ``<function=`` and
+<|call|> too.
+"""
 
 
-def _begun(mark: str) -> str:
-    """A pattern for the first characters of ``mark`` where the text ends with them."""
-    pattern = ""
-    for character in reversed(mark):
-        pattern = re.escape(character) + (rf"(?:{pattern}|\Z)" if pattern else "")
-    return pattern
-
-
-_OPENS_BEGUN = "|".join(map(_begun, ("<thinking>", "<think>", "[THINK]", HARMONY[0])))
-_CLOSES_BEGUN = "|".join(map(_begun, ("</thinking>", "</think>", "[/THINK]", HARMONY[1])))
+_OPENS_BEGUN = "|".join(map(begun, ("<thinking>", "<think>", "[THINK]", HARMONY[0])))
+_CLOSES_BEGUN = "|".join(map(begun, ("</thinking>", "</think>", "[/THINK]", HARMONY[1])))
 _INSIDE = re.compile(rf"(?P<closes>{THOUGHT.pattern})|{_CLOSES_BEGUN}|\Z")
 _BARE = re.compile(r"\s*+(?:(?P<bare>(?=\{))|\Z)")
 
@@ -230,11 +211,11 @@ def _events(form: ToolFormat, tools: tuple[str, ...]) -> re.Pattern[str]:
     """Matches the events outside of thinking; white space ahead of a call belongs to it."""
     if form == "plain":
         names = "|".join(map(re.escape, tools)) or r"(?!)"
-        mark, begun = rf"\[\s*+(?=(?:{names})\()", r"\[\s*+\w*+\Z"
+        mark, partial = rf"\[\s*+(?=(?:{names})\()", r"\[\s*+\w*+\Z"
     else:
-        mark, begun = re.escape(MARKS[form]), _begun(MARKS[form])
+        mark, partial = re.escape(MARKS[form]), begun(MARKS[form])
     return re.compile(
-        rf"(?<!\s)\s*+(?:(?P<call>{mark})|{begun}|\Z)"
+        rf"(?<!\s)\s*+(?:(?P<call>{mark})|{partial}|\Z)"
         rf"|(?P<opens>{THINK.pattern})|(?P<closes>{THOUGHT.pattern})"
         rf"|{_OPENS_BEGUN}|{_CLOSES_BEGUN}"
     )
@@ -254,7 +235,7 @@ def _hermes(text: str, place: int) -> tuple[list[Parsed], int]:
     value, problem, end = json_at(text, begin)
     if problem:
         return [MalformedCall(problem)], place
-    return _ended([_call_of(value)], "the JSON object", text, end)
+    return _ended([call_of(value)], "the JSON object", text, end)
 
 
 def _is_a_word(text: str, place: int, begins: str) -> bool:
@@ -354,7 +335,7 @@ def _bare_calls(text: str, place: int, tools: Collection[str]) -> tuple[list[Par
         named = _BARE_CALL.match(text, place)
         is_call = named is not None and named[1] in tools
         return ([MalformedCall(problem)] if is_call else []), place + 1
-    value = _function_of(value)
+    value = function_of(value)
     if not isinstance(value, Mapping) or not (_ARGUMENTS & value.keys() and value.keys() <= _KEYS):
         return [], end
     if not isinstance(name := value.get("name"), str) or name not in tools:
@@ -376,10 +357,10 @@ def _mistral(text: str, place: int) -> tuple[list[Parsed], int]:
         if end == len(text) or text.startswith(_TOOL_CALLS, end):
             return [ToolCall(named[1], {})], end
         arguments, problem, end = json_at(text, end)
-        return [MalformedCall(problem) if problem else _call(named[1], arguments)], end
+        return [MalformedCall(problem) if problem else named_call(named[1], arguments)], end
     if text.startswith("[", place):
         values, problem, end = json_at(text, place)
-        return ([MalformedCall(problem)] if problem else [*map(_call_of, values)]), end
+        return ([MalformedCall(problem)] if problem else [*map(call_of, values)]), end
     return _in_a_row(text, place)
 
 
@@ -446,7 +427,7 @@ def _in_a_row(text: str, place: int) -> tuple[list[Parsed], int]:
         value, problem, end = json_at(text, place)
         if problem:
             return [*calls, MalformedCall(problem)], place
-        calls.append(_call_of(value))
+        calls.append(call_of(value))
         place = _skip(text, end, ",;")
         is_expected = any(sign in ",;" for sign in text[end:place])
     return calls or [MalformedCall("a call is missing behind the token that begins it")], place
@@ -457,40 +438,6 @@ def _skip(text: str, place: int, separators: str) -> int:
     pattern = rf"\s*+[{separators}]?\s*+" if separators else r"\s*+"
     match = re.compile(pattern).match(text, place)
     return match.end() if match else place
-
-
-def _function_of(value: Any) -> Any:
-    """The content below ``function`` in OpenAI's form of a call."""
-    is_wrapped = isinstance(value, Mapping) and isinstance(value.get("function"), Mapping)
-    return value["function"] if is_wrapped else value
-
-
-def _call_of(value: Any) -> Parsed:
-    value = _function_of(value)
-    if not isinstance(value, Mapping) or "name" not in value:
-        return MalformedCall('a call is a JSON object with "name" and "arguments"')
-    given = [value.get(key) for key in ("arguments", "parameters")]
-    first, *others = [one for one in given if one not in (None, "", {})] or [None]
-    if any(other != first for other in others):
-        return MalformedCall('a call has "arguments" or "parameters", and not both')
-    return _call(value["name"], first)
-
-
-def _call(name: Any, arguments: Any) -> Parsed:
-    """A call; null, an empty text and their JSON are no arguments."""
-    if not isinstance(name, str) or not name:
-        return MalformedCall("the name of a call is a text")
-    if isinstance(arguments, str):
-        text = arguments.strip()
-        arguments, problem, end = json_at(text, 0) if text else (None, "", 0)
-        if not problem and end < len(text):
-            problem = f"there is text behind it: {shown_at(text, end)}"
-        if problem:
-            return MalformedCall(f"the arguments are a text that is no JSON: {problem}")
-    arguments = {} if arguments is None else arguments
-    if not isinstance(arguments, Mapping):
-        return MalformedCall("the arguments of a call are a JSON object")
-    return ToolCall(name, dict(arguments))
 
 
 _TAGGED = "<function="
@@ -509,6 +456,8 @@ def tool_format(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ToolFor
     known: list[ToolFormat] = [form for form, mark in MARKS.items() if mark in template]
     if "qwen3_coder" in known and _TAGGED not in template:
         known.remove("qwen3_coder")
+    if "harmony" in known and not writes_harmony(tokenizer):
+        known.remove("harmony")
     if '"parameters": ' in template:
         known.append("llama3")
     if _UNREAD in template:
@@ -516,7 +465,7 @@ def tool_format(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ToolFor
     if not known and template and mentions(tokenizer, "tools"):
         raise ConfigError(
             "the chat template writes calls of tools in a format that Isobit does not read (it "
-            "reads those of Hermes, Qwen, Llama 3 and Mistral); set environment.format = "
+            "reads those of Hermes, Qwen, Llama 3, Mistral and gpt-oss); set environment.format = "
             '"plain" and describe the tools in the prompts, or take another model'
         )
     return known[0] if known else "plain"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from isobit.config.lora import DELTA_TARGETS, LORA_TARGETS, LoraConfig
+from isobit.config.lora import DELTA_TARGETS, FUSED_TARGETS, LORA_TARGETS, LoraConfig
 from isobit.config.model_shape import (
     MAX_HEADS,
     MAX_LAYERS,
@@ -162,11 +162,6 @@ class ModelConfig:
             )
 
     def _check_lora(self, lora: "Lora") -> None:
-        if self.is_fused:
-            raise ModelError(
-                f"LoRA does not train a {self.family} model, whose q, k and v are one matrix, and "
-                "gate and up another; leave [lora] out, or take a model of another family"
-            )
         mlp = LORA_TARGETS[4:]
         others = [name for name in self.lora_targets if name not in mlp]
         if self.experts is not None and {*mlp} & {*lora.targets}:
@@ -185,6 +180,8 @@ class ModelConfig:
         """The linears that may be targets of adapters, but for those that ``_check_lora`` refuses:
         of a mixture's ``gate_proj`` it says why.
         """
+        if self.is_fused:
+            return FUSED_TARGETS
         if not self.delta_layers:
             return LORA_TARGETS
         joined = FAMILIES[self.family].joins_heads

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from isobit.config.base import Device
 from isobit.config.precision import PrecisionConfig, named_precision
 from isobit.config.rollout import RolloutConfig
+from isobit.data.harmony import writes_harmony
 from isobit.data.stop_tokens import further_stops, stop_token_ids
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer, tokenizer_size
 from isobit.kernels import backend
@@ -437,5 +438,9 @@ def _sampling(model: SamplingModel | DescribedModel, rollout: RolloutConfig) -> 
         min_p=rollout.min_p,
         stop_token_ids=tuple(sorted({*model.stop_token_ids, *further})),
         stop_strings=rollout.stop_strings,
-        special_tokens=rollout.special_tokens == "show",
+        special_tokens=(
+            writes_harmony(model.tokenizer)
+            if rollout.special_tokens == "auto"
+            else rollout.special_tokens == "show"
+        ),
     )

@@ -56,6 +56,13 @@ class Stack:
     def is_matrix(self) -> bool:
         return len(self.shape) == 3
 
+    def part(self, values: torch.Tensor, index: int) -> torch.Tensor:
+        """The numbers of part number ``index`` in the folder's tensor."""
+        expert, place = divmod(index, self.turns)
+        turned = self.is_transposed and self.is_matrix
+        one = values[expert].t() if turned else values[expert]
+        return one[self.rows(place, len(one))]
+
     def joined(self, values: list[torch.Tensor]) -> torch.Tensor:
         """The numbers of all parts -> the folder's tensor."""
         experts, *sizes = self.shape
@@ -68,6 +75,12 @@ def stacks(config: ModelConfig) -> Iterator[Stack]:
     """Those of every folder of a decoder, in the order of the forward; none in other families."""
     if config.stacks_experts:
         yield from _stacks(config, is_transposed=True)
+
+
+def readable_stacks(config: ModelConfig) -> Iterator[Stack]:
+    """Those that a folder has, or may have in place of matrices of each expert."""
+    if config.may_stack_experts:
+        yield from _stacks(config, is_transposed=config.stacks_experts)
 
 
 def _stacks(config: ModelConfig, is_transposed: bool) -> Iterator[Stack]:
@@ -149,8 +162,7 @@ def expert_tensors(
     has another shape, and for experts that are there twice.
     """
     found = dict(stored)
-    whole = stacks(config) if config.stacks_experts else _stacks(config, is_transposed=False)
-    for stack in whole:
+    for stack in readable_stacks(config):
         if not config.stacks_experts and stack.name not in stored:
             continue
         blocks, scales = f"{stack.name}_blocks", f"{stack.name}_scales"

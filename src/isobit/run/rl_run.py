@@ -460,8 +460,7 @@ def describe_text(
     end of turn that ends no completion.
     """
     drawn, rows = model.num_drawn, model.vocab_size
-    shown = config.rollout.special_tokens
-    seen = "with" if shown == "show" else "without"
+    seen, shown = ("with", "show") if sampling.special_tokens else ("without", "hide")
     left_out = (
         f"vocabulary: {drawn:,} tokens of the tokenizer; {rows - drawn:,} further rows of lm_head "
         "are never drawn"

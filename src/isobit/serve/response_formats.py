@@ -10,7 +10,8 @@ from hashlib import sha256
 from typing import Any, Protocol
 
 from isobit.config.environment import ToolFormat
-from isobit.data.tool_calls import Parsed, ToolCall, TurnReader, parameters_of
+from isobit.data.parsed_calls import Parsed, ToolCall, TurnReader
+from isobit.data.tool_calls import parameters_of, turn_reader
 from isobit.records.text import ends_in_thinking
 from isobit.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from isobit.serve.token_texts import ChoicePart, ScoredPrompt, Spelling
@@ -158,7 +159,7 @@ class ChatFormat:
             return part.text, []
         if part.index not in self._readers:
             is_thinking = ends_in_thinking(prompt.text)
-            self._readers[part.index] = TurnReader(self._calls, self._tools, is_thinking)
+            self._readers[part.index] = turn_reader(self._calls, self._tools, is_thinking)
         reader = self._readers[part.index]
         text = reader.feed(part.text)
         if part.finish_reason is None:

@@ -34,6 +34,7 @@ from isobit.models.decoder import build_decoder
 from isobit.models.policy import Policy
 from isobit.models.quantised_checkpoint import FORMATS
 from isobit.models.safetensors import DTYPES, TensorFile
+from isobit.models.stacked import readable_stacks
 from isobit.models.weight_deltas import digest_of, read_file
 from isobit.serve.engine import EngineCall, EngineThread, PauseMode
 from isobit.serve.errors import ApiError
@@ -279,13 +280,19 @@ class WeightUpdates:
             raise ApiError(400, f"update_info.path: {error} is no format of weights") from None
 
     def _expected(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of a model folder's tensors by name."""
-        described = build_decoder(self.policy.config).masters().values()
+        """The shapes of a model folder's tensors by name: of experts that are in one tensor a layer
+        where folders have them so alone, and else of both forms.
+        """
+        config = self.policy.config
+        described = build_decoder(config).masters().values()
+        stacked = {stack.name: stack for stack in readable_stacks(config)}
+        within = {part for stack in stacked.values() for part in stack.parts}
         shapes = {
             part: (rows, *master.shape[1:])
             for master in described
             for part, rows in master.parts.items()
-        }
+            if part not in within or not config.stacks_experts
+        } | {name: stack.shape for name, stack in stacked.items()}
         if self.policy.config.tied_embeddings and _EMBEDDING in shapes:
             shapes.setdefault(_HEAD, shapes[_EMBEDDING])  # some trainers send it twice
         return shapes
@@ -293,9 +300,17 @@ class WeightUpdates:
     def _check(self, staged: dict[str, torch.Tensor]) -> str:
         """The digest of a whole update. Raises ApiError."""
         tied = self.policy.config.tied_embeddings
-        missing = [
-            name for name in self._expected() if name not in staged and (name != _HEAD or not tied)
-        ]
+        optional = {_HEAD} if tied else set[str]()
+        for stack in readable_stacks(self.policy.config):
+            if stack.name not in staged and not self.policy.config.stacks_experts:
+                optional.add(stack.name)
+                continue
+            optional.update(stack.parts)
+            if twice := next((part for part in stack.parts if part in staged), None):
+                raise ApiError(
+                    400, f"{stack.name} has all experts of a layer, and {twice} came beside it"
+                )
+        missing = [name for name in self._expected() if name not in staged and name not in optional]
         if missing:
             raise ApiError(
                 400,
@@ -310,10 +325,20 @@ class WeightUpdates:
 
     def _masters(self, staged: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's masters, one by one, on its device."""
+        places = {
+            part: (stack, index)
+            for stack in readable_stacks(self.policy.config)
+            if stack.name in staged
+            for index, part in enumerate(stack.parts)
+        }
         for name, master in build_decoder(self.policy.config).masters().items():
             values = torch.zeros(master.shape, dtype=torch.float32, device=self.policy.device)
             for part, rows in master.of_checkpoint(values).items():
-                rows.copy_(staged[part])
+                if part in places:
+                    stack, index = places[part]
+                    rows.copy_(stack.part(staged[stack.name], index))
+                else:
+                    rows.copy_(staged[part])
             yield name, values
 
 

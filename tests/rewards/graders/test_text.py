@@ -68,6 +68,7 @@ def test_last_boxed(text: str, answer: str | None) -> None:
 
 
 ANALYSIS = "<|channel|>analysis<|message|>"
+COMMENTARY = "<|channel|>commentary<|message|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
 
 
@@ -88,6 +89,9 @@ def found(text: str, prompt: str = "", answer: str = "boxed", read_thinking: boo
         (r"\boxed{1}</think>\boxed{2}", "2"),
         (r"[THINK]\boxed{1}[/THINK]\boxed{2}", "2"),
         (f"{ANALYSIS}\\boxed{{1}}<|end|>{ANALYSIS}\\boxed{{3}}<|end|>{FINAL}\\boxed{{2}}", "2"),
+        (f"{COMMENTARY}I add \\boxed{{1}}<|end|>{FINAL}\\boxed{{2}}", "2"),
+        (f"{FINAL}\\boxed{{2}}<|end|><|start|>assistant{COMMENTARY}\\boxed{{1}}", "2"),
+        (f"{FINAL}no<|end|><|start|>assistant \\boxed{{1}}", "no"),
         (r"<think>\boxed{1}</think>\boxed{2}<think>\boxed{3}</think>\boxed{4}", "4"),
         (r"\boxed{2}<think>\boxed{3}", "2"),
     ],
@@ -105,6 +109,8 @@ def test_the_answer_stands_after_the_thinking(text: str, answer: str) -> None:
         ("", r"<think>a</think><thinking>\boxed{1}"),
         ("", f"{ANALYSIS}\\boxed{{1}}<|end|><|start|>assistant"),
         (f"<|start|>assistant{ANALYSIS}", r"\boxed{1}"),
+        ("", f"{COMMENTARY}\\boxed{{1}}"),
+        ("", r"<|channel|>commentary to=f <|constrain|>json<|message|>\boxed{1}"),
         ("<assistant><think>", r"\boxed{1}"),
         ("<assistant><think>\n", r"\boxed{1}"),
     ],

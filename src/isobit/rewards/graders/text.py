@@ -25,7 +25,16 @@ from functools import lru_cache
 from math import isnan
 from typing import Any
 
-from isobit.records.text import THINK, THOUGHT, Completion, Prompt, ends_in_thinking
+from isobit.records.text import (
+    COMMENTARY,
+    HARMONY,
+    HARMONY_END,
+    THINK,
+    THOUGHT,
+    Completion,
+    Prompt,
+    ends_in_thinking,
+)
 from isobit.rewards.counts import count
 from isobit.rewards.grade import NO_REWARD
 from isobit.util.errors import RewardError
@@ -296,9 +305,12 @@ def visible(prompt: Prompt, completion: Completion, grader: str, read_thinking: 
     if read_thinking:
         return text
     ends = list(THOUGHT.finditer(text))
-    opened = THINK.search(text, ends[-1].end() if ends else 0)
+    begin = ends[-1].end() if ends else 0
+    opened = THINK.search(text, begin) or COMMENTARY.search(text, begin)
     begun = opened is not None or (not ends and ends_in_thinking(prompt.text))
-    shown = text[ends[-1].end() if ends else 0 : None if opened is None else opened.start()]
+    shown = text[begin : None if opened is None else opened.start()]
+    if ends and ends[-1][0] == HARMONY[1]:
+        shown = shown.partition(HARMONY_END)[0]
     if begun and (opened is None or not shown.strip()):
         count(f"{grader}: unfinished thinking")
         return ""
