@@ -114,8 +114,8 @@ def test_steps_and_gates() -> None:
         (delta_gates._gated_norm_kernel, norm, warps),
         (delta_gates._gated_norm_backward_kernel, norm, warps),
         (delta_gates._gated_norm_backward_kernel, norm | {"SUMS": None}, warps),
-        (delta_gates._sigmoid_kernel, {"WIDTH": 1024}, 4),
-        (delta_gates._sigmoid_backward_kernel, {"WIDTH": 1024}, 4),
+        (hybrid._sigmoid_kernel, {"WIDTH": 1024}, 4),
+        (hybrid._sigmoid_backward_kernel, {"WIDTH": 1024}, 4),
         (hybrid._add_kernel, row, warps_of_row),
         (hybrid._add_backward_kernel, row, warps_of_row),
     ):

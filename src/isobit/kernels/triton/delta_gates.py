@@ -1,4 +1,4 @@
-"""The gated norm behind a delta rule and the sigmoid gate behind attention, with their backwards.
+"""The gated norm behind a delta rule, with its backward.
 
 A head of DV numbers, with n = x / sqrt(mean(x^2) + eps), m = n w and s = sigmoid(gate):
 
@@ -9,8 +9,6 @@ A head of DV numbers, with n = x / sqrt(mean(x^2) + eps), m = n w and s = sigmoi
 
 The sums are those of ``isobit.kernels.triton.pointwise``: a row's in a layout that depends on DV
 alone, the weight's by blocks of rows, joined in one order (``add_block_sums``).
-
-    y  x s        dx  dy s        d gate  dy x s (1 - s)        of the sigmoid gate
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -23,7 +21,7 @@ import triton.language as tl
 
 from isobit.kernels.triton.delta_rows import sigmoid
 from isobit.kernels.triton.device_functions import add_block_sums
-from isobit.kernels.triton.pointwise import BLOCKS, columns_of_program, layout
+from isobit.kernels.triton.pointwise import BLOCKS, layout
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -78,27 +76,6 @@ def _gated_norm_backward_kernel(
         tl.store(SUMS + block * D + column, sums, mask=column < D)
 
 
-@triton.jit
-def _sigmoid_kernel(X, GATE, OUT, count, WIDTH: tl.constexpr):
-    """One program WIDTH numbers."""
-    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    x = tl.load(X + at, mask=at < count, other=0.0).to(tl.float32)
-    gate = tl.load(GATE + at, mask=at < count, other=0.0).to(tl.float32)
-    tl.store(OUT + at, (x * sigmoid(gate)).to(OUT.dtype.element_ty), mask=at < count)
-
-
-@triton.jit
-def _sigmoid_backward_kernel(DY, X, GATE, DX, D_GATE, count, WIDTH: tl.constexpr):
-    """One program WIDTH numbers."""
-    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    dy = tl.load(DY + at, mask=at < count, other=0.0).to(tl.float32)
-    x = tl.load(X + at, mask=at < count, other=0.0).to(tl.float32)
-    share = sigmoid(tl.load(GATE + at, mask=at < count, other=0.0).to(tl.float32))
-    tl.store(DX + at, (dy * share).to(DX.dtype.element_ty), mask=at < count)
-    d_gate = dy * x * share * (1.0 - share)
-    tl.store(D_GATE + at, d_gate.to(D_GATE.dtype.element_ty), mask=at < count)
-
-
 def gated_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
@@ -141,29 +118,4 @@ def gated_norm_backward(
     )  # fmt: skip
     if sums is not None and grad is not None:
         add_block_sums(sums, grad)
-    return dx, d_gate
-
-
-def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x times the sigmoid of its gate, [T, N] each."""
-    x, gate = x.contiguous(), gate.contiguous()
-    out, width = torch.empty_like(x), columns_of_program(x.numel())
-    if len(x):
-        _sigmoid_kernel[(triton.cdiv(x.numel(), width),)](
-            x, gate, out, x.numel(), width, num_warps=4, enable_fp_fusion=False
-        )
-    return out
-
-
-def sigmoid_gate_backward(
-    dy: torch.Tensor, x: torch.Tensor, gate: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of x and of the gate."""
-    dy, x, gate = dy.contiguous(), x.contiguous(), gate.contiguous()
-    dx, d_gate = torch.empty_like(x), torch.empty_like(gate)
-    width = columns_of_program(x.numel())
-    if len(x):
-        _sigmoid_backward_kernel[(triton.cdiv(x.numel(), width),)](
-            dy, x, gate, dx, d_gate, x.numel(), width, num_warps=4, enable_fp_fusion=False
-        )
     return dx, d_gate

@@ -1,10 +1,10 @@
-"""The operations of families with a gated delta rule (``HybridOperations``): its gates, and the sum
-of a mixture with its shared expert.
+"""The operations of families with a gated delta rule (``HybridOperations``): its gated norm, the
+gate behind attention, and the sum of a mixture with its shared expert.  With s = sigmoid(g):
 
-    y       routed + s shared               s = sigmoid(g), g FP32, one number a token; rounded once
-    d shared    dy s            dg  s (1 - s) sum(dy shared)
+    y  x s                  dx  dy s            dg  dy x s (1 - s)             a gate of x
+    y  routed + s shared    d shared  dy s      dg  s (1 - s) sum(dy shared)   g one number a token
 
-A row's sum is in a layout that depends on the number of channels alone.
+in FP32, rounded once.  A row's sum is in a layout that depends on the number of channels alone.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -15,14 +15,30 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.triton.delta_gates import (
-    gated_norm,
-    gated_norm_backward,
-    sigmoid_gate,
-    sigmoid_gate_backward,
-)
+from isobit.kernels.triton.delta_gates import gated_norm, gated_norm_backward
 from isobit.kernels.triton.delta_rows import sigmoid
-from isobit.kernels.triton.pointwise import layout
+from isobit.kernels.triton.pointwise import columns_of_program, layout
+
+
+@triton.jit
+def _sigmoid_kernel(X, GATE, OUT, count, WIDTH: tl.constexpr):
+    """One program WIDTH numbers."""
+    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    x = tl.load(X + at, mask=at < count, other=0.0).to(tl.float32)
+    gate = tl.load(GATE + at, mask=at < count, other=0.0).to(tl.float32)
+    tl.store(OUT + at, (x * sigmoid(gate)).to(OUT.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+def _sigmoid_backward_kernel(DY, X, GATE, DX, D_GATE, count, WIDTH: tl.constexpr):
+    """One program WIDTH numbers."""
+    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    dy = tl.load(DY + at, mask=at < count, other=0.0).to(tl.float32)
+    x = tl.load(X + at, mask=at < count, other=0.0).to(tl.float32)
+    share = sigmoid(tl.load(GATE + at, mask=at < count, other=0.0).to(tl.float32))
+    tl.store(DX + at, (dy * share).to(DX.dtype.element_ty), mask=at < count)
+    d_gate = dy * x * share * (1.0 - share)
+    tl.store(D_GATE + at, d_gate.to(D_GATE.dtype.element_ty), mask=at < count)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -58,6 +74,31 @@ def _add_backward_kernel(
     tl.store(D_SHARED + at, d_shared.to(D_SHARED.dtype.element_ty), mask=inside)
     d_gate = tl.sum(dy * shared, 1) * share * (1.0 - share)
     tl.store(D_GATE + row, d_gate, mask=row < count)
+
+
+def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x times the sigmoid of its gate, [T, N] each."""
+    x, gate = x.contiguous(), gate.contiguous()
+    out, width = torch.empty_like(x), columns_of_program(x.numel())
+    if len(x):
+        _sigmoid_kernel[(triton.cdiv(x.numel(), width),)](
+            x, gate, out, x.numel(), width, num_warps=4, enable_fp_fusion=False
+        )
+    return out
+
+
+def sigmoid_gate_backward(
+    dy: torch.Tensor, x: torch.Tensor, gate: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of x and of the gate."""
+    dy, x, gate = dy.contiguous(), x.contiguous(), gate.contiguous()
+    dx, d_gate = torch.empty_like(x), torch.empty_like(gate)
+    width = columns_of_program(x.numel())
+    if len(x):
+        _sigmoid_backward_kernel[(triton.cdiv(x.numel(), width),)](
+            dy, x, gate, dx, d_gate, x.numel(), width, num_warps=4, enable_fp_fusion=False
+        )
+    return dx, d_gate
 
 
 def add_shared(routed: torch.Tensor, shared: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
