@@ -24,6 +24,12 @@ from isobit.kernels.triton.device_functions import add_block_sums
 from isobit.kernels.triton.pointwise import BLOCKS, layout
 
 
+@triton.jit
+def _inverse_root(x, epsilon, D: tl.constexpr):
+    """1 / sqrt(mean(x^2) + epsilon) of each row."""
+    return 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / D + epsilon)
+
+
 @triton.jit(do_not_specialize=["count"])
 def _gated_norm_kernel(
     X, GATE, WEIGHT, OUT, count, epsilon, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
@@ -36,7 +42,7 @@ def _gated_norm_kernel(
     weight = tl.load(WEIGHT + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(GATE + at, mask=inside, other=0.0).to(tl.float32)
-    inverse = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / D + epsilon)
+    inverse = _inverse_root(x, epsilon, D)
     y = x * inverse[:, None] * weight * (gate * sigmoid(gate))
     tl.store(OUT + at, y.to(OUT.dtype.element_ty), mask=inside)
 
@@ -59,7 +65,7 @@ def _gated_norm_backward_kernel(
         dy = tl.load(DY + at, mask=inside, other=0.0).to(tl.float32)
         x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
         gate = tl.load(GATE + at, mask=inside, other=0.0).to(tl.float32)
-        inverse = (1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / D + epsilon))[:, None]
+        inverse = _inverse_root(x, epsilon, D)[:, None]
         normed = x * inverse
         share = sigmoid(gate)
         active = gate * share

@@ -218,8 +218,8 @@ def _states(block: _Block, kept: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Factors:
-    """Of rows i and j of chunks, FP32 [n, H, 64, 64]: exp(G_i - G_j) on and below the diagonal, and
-    of u_j in u_i, with 1 on it; and exp(G), [n, H, 64, 1].
+    """FP32 [n, H, 64, 64] of rows i and j of chunks: exp(G_i - G_j) on and below the diagonal, and
+    the factors of u_j in u_i, with 1 on it; and exp(G), [n, H, 64, 1].
     """
 
     between: torch.Tensor
