@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from isobit.config.data import ChatConfig
 from isobit.data.chat_template import rendered
 from isobit.data.continuation import Continuation
-from isobit.data.harmony import writes_harmony
+from isobit.data.harmony import AnswerReader, writes_harmony
 from isobit.data.parsed_calls import MalformedCall, Parsed, Said, ToolCall
 from isobit.data.stop_tokens import describe_end_of_turn, stop_token_ids
 from isobit.data.tokenizer import load_tokenizer
@@ -136,6 +136,29 @@ def test_a_turn_has_one_call() -> None:
     assert second == MalformedCall(
         "a turn has one call, which ends in <|call|>; this one has 2", "add"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "is_thinking", "seen"),
+    [
+        (f"{ANALYSIS}Hm.{NEXT}{FINAL}42", False, "42"),
+        (f"Hm.{NEXT}{FINAL}4 < 2 ", True, "4 < 2 "),
+        (f"<|channel|>commentary<|message|>I add.{NEXT}{ANALYSIS}Hm", False, "I add."),
+        ("analysisHm.assistantfinal42", False, "analysisHm.assistantfinal42"),
+        (f"{ANALYSIS}Hm.<|end|><|start|>assist", False, ""),
+        (f"{CALL}{{}}", False, "{}"),
+        ("", False, ""),
+    ],
+)
+def test_an_answer_is_shown_without_its_analysis_however_it_arrives(
+    text: str, is_thinking: bool, seen: str
+) -> None:
+    for size in (1, 3, 7, 100):
+        reader = AnswerReader(is_thinking)
+        pieces = [text[place : place + size] for place in range(0, len(text), size)]
+        assert (
+            "".join([*(reader.feed(one, False) for one in pieces), reader.feed("", True)]) == seen
+        )
 
 
 def test_only_gpt_oss_writes_it() -> None:
