@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from isobit.cli.chat import _without_analysis
 from isobit.config.data import ChatConfig
 from isobit.data.chat_template import rendered
 from isobit.data.continuation import Continuation
-from isobit.data.harmony import writes_harmony
+from isobit.data.harmony import AnswerReader, writes_harmony
 from isobit.data.parsed_calls import MalformedCall, Parsed, Said, ToolCall
 from isobit.data.stop_tokens import describe_end_of_turn, stop_token_ids
 from isobit.data.tokenizer import load_tokenizer
@@ -138,6 +139,29 @@ def test_a_turn_has_one_call() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "is_thinking", "seen"),
+    [
+        (f"{ANALYSIS}Hm.{NEXT}{FINAL}42", False, "42"),
+        (f"Hm.{NEXT}{FINAL}4 < 2 ", True, "4 < 2 "),
+        (f"<|channel|>commentary<|message|>I add.{NEXT}{ANALYSIS}Hm", False, "I add."),
+        ("analysisHm.assistantfinal42", False, "analysisHm.assistantfinal42"),
+        (f"{ANALYSIS}Hm.<|end|><|start|>assist", False, ""),
+        (f"{CALL}{{}}", False, "{}"),
+        ("", False, ""),
+    ],
+)
+def test_an_answer_is_shown_without_its_analysis_however_it_arrives(
+    text: str, is_thinking: bool, seen: str
+) -> None:
+    for size in (1, 3, 7, 100):
+        reader = AnswerReader(is_thinking)
+        pieces = [text[place : place + size] for place in range(0, len(text), size)]
+        assert (
+            "".join([*(reader.feed(one, False) for one in pieces), reader.feed("", True)]) == seen
+        )
+
+
 def test_only_gpt_oss_writes_it() -> None:
     assert [one for one in FAMILIES if writes_harmony(tokenizer_of(one))] == ["gpt_oss"]
 
@@ -226,3 +250,16 @@ def test_the_ends_of_an_answer_and_of_a_call_end_completions_whatever_a_folder_n
     tokenizer_of("phi4").save_pretrained(tmp_path / "other")
     other = load_tokenizer(tmp_path / "other")
     assert stop_token_ids(other, tmp_path / "other") == (other.get_vocab()["<|end|>"],)
+
+
+def test_a_chat_in_the_terminal_goes_on_with_the_answer_alone() -> None:
+    """The template refuses channels in a message."""
+
+    class Model:
+        tokenizer = tokenizer_of("gpt_oss")
+
+    model: Any = Model()
+    answer = _without_analysis(f"{ANALYSIS}Hm.{NEXT}{FINAL}42", model)
+    assert answer == "42"
+    model.tokenizer = tokenizer_of("qwen3")
+    assert _without_analysis(f"{FINAL}42", model) == f"{FINAL}42"

@@ -29,6 +29,8 @@ from isobit.run.loop import train
 from isobit.run.sft import sft
 from tests.faults.test_rank_deaths import without_the_machine
 from tests.forked import command
+from tests.models.policies import delta_nets
+from tests.tiny import save_tiny, tiny_model
 
 Who = Literal["trainer", "worker", "both"]
 LONGEST_DELAY_S = {"train": 1.2, "sft": 0.5}
@@ -48,6 +50,8 @@ class Stage:
     processes: int = 1
     rollouters: int = 0
     """Processes that sample for the others."""
+    is_hybrid: bool = False
+    """Whether the model has a gated delta net."""
 
 
 POOL = {"reward": {"in_process": False, "workers": 1}}
@@ -76,6 +80,7 @@ STAGES = {
             "algorithm": {"kl_coefficient": 0.1},
         }
     ),
+    "lora on delta nets, int8": Stage({"lora": {"rank": 4}, "precision": "int8"}, is_hybrid=True),
     "rollout worker": Stage(
         {"async": {"lag": 1}}, victims=("trainer", "worker", "both"), processes=2, rollouters=1
     ),
@@ -221,6 +226,9 @@ def test_killed_and_resumed_runs_leave_the_files_of_one_never_killed(
 ) -> None:
     hook(SLOW_REWARD)
     stage = STAGES[name]
+    if stage.is_hybrid:
+        shape = tiny_model(family="qwen3_5_text", num_layers=2, **delta_nets("qwen3_5_text", 2))
+        values["model"] = str(save_tiny(tmp_path / "hybrid", shape))
     longer = tables_of(stage, values, reward_folder)
     whole = longer | {"output": tmp_path / "uninterrupted"}
     if stage.command == "sft":

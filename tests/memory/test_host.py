@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from isobit.config.lora import LORA_TARGETS
+from isobit.config.lora import KNOWN_TARGETS, LORA_TARGETS
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import Moments, Recompute, TrainingConfig
@@ -35,12 +35,14 @@ QWEN2 = replace(
 )  # no linear but down_proj's output fits blocks
 VALUES, REWARD = replace(QWEN3, value_head=True), replace(QWEN2, score_head=True)
 ADAPTED = replace(QWEN3, lora=Lora(8, 16.0, LORA_TARGETS))
-SHAPES = ["qwen3", "qwen2", "value head", "reward model", "adapters"]
+HYBRID = replace(QWEN3, family="qwen3_5_text", **delta_nets("qwen3_5_text", 2))
+HYBRID = replace(HYBRID, lora=Lora(8, 16.0, KNOWN_TARGETS).within(HYBRID))
+SHAPES = ["qwen3", "qwen2", "value head", "reward model", "adapters", "adapters of delta nets"]
 PRESETS: list[Preset] = ["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8", "int8-rollout", "int8"]
 
 
 @pytest.mark.few(16)
-@pytest.mark.parametrize("shape", [QWEN3, QWEN2, VALUES, REWARD, ADAPTED], ids=SHAPES)
+@pytest.mark.parametrize("shape", [QWEN3, QWEN2, VALUES, REWARD, ADAPTED, HYBRID], ids=SHAPES)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_published_weights_and_pages_are_exact(shape: ModelConfig, preset: Preset) -> None:
     policy = random_policy(shape, PrecisionConfig(preset=preset, first_layers_bf16=1), seed=0)
@@ -73,7 +75,7 @@ def test_states_of_delta_nets_and_pages_of_the_other_layers_are_exact(preset: Pr
     assert parts.size("KV pages") == pages
 
 
-@pytest.mark.parametrize("shape", [QWEN3, ADAPTED], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("shape", [QWEN3, ADAPTED, HYBRID], ids=["all weights", *SHAPES[4:]])
 @pytest.mark.parametrize("moments", get_args(Moments))
 def test_masters_gradients_and_moments_are_exact(moments: Moments, shape: ModelConfig) -> None:
     """Norms of 32 numbers have groups of scales that are not full."""
@@ -114,7 +116,7 @@ def pass_bytes(policy: Policy, tokens: int, length: int, recompute: Recompute) -
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("recompute", get_args(Recompute))
-@pytest.mark.parametrize("shape", [QWEN3, QWEN2, VALUES, REWARD, ADAPTED], ids=SHAPES)
+@pytest.mark.parametrize("shape", [QWEN3, QWEN2, VALUES, REWARD, ADAPTED, HYBRID], ids=SHAPES)
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8", "int8"])
 def test_activations_are_what_the_forward_keeps(
     shape: ModelConfig, preset: Preset, recompute: Recompute

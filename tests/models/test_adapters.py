@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isobit.commands.export import export, find_source
-from isobit.config.lora import LORA_TARGETS
+from isobit.config.lora import KNOWN_TARGETS, LORA_TARGETS
 from isobit.config.model_shape import MIXTURES, Family
 from isobit.config.precision import PrecisionConfig, named_precision
 from isobit.config.training import Recompute
@@ -48,20 +48,23 @@ from tests.models.policies import (
 LENGTHS = (1, 18, 67, 130)
 FLOWS = ("fp32", "bf16", "fp8-linear", "fp8", "int8-linear", "int8")
 FAMILIES: tuple[Family, ...] = (
-    "llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "olmo2", "gemma3_text",
+    "llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "phi3", "olmo2", "gemma3_text",
     "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen3_moe", "gpt_oss",
 )  # fmt: skip
-ALL = Lora(8, 12.0, LORA_TARGETS)
-SOME = Lora(5, 7.0, ("k_proj", "v_proj", "up_proj"), rslora=True)
+ALL = Lora(8, 12.0, KNOWN_TARGETS)
+OF_DELTA_NETS = "in_proj_z", "in_proj_a", "in_proj_qkvz"
+SOME = Lora(5, 7.0, ("k_proj", "v_proj", "up_proj", "qkv_proj", *OF_DELTA_NETS), rslora=True)
 
 
 def config_of(family: Family = "qwen3", lora: Lora | None = ALL, tied: bool = True) -> ModelConfig:
     config = ModelConfig("llama", 128, 128, 192, 2, 4, 2, 32, 256, 1e-6, 1e4, tied)
     config = replace(config, family=family, **delta_nets(family, 2))
-    if family in MIXTURES:  # adapters of attention alone
+    lora = None if lora is None else lora.within(config)
+    if family in MIXTURES:  # no adapters of experts
         config = replace(config, experts=small_experts(family, 4, 64))
-        ours = () if lora is None else tuple({*lora.targets} & {*LORA_TARGETS[:4]})
-        lora = None if lora is None else replace(lora, targets=ours)
+        if lora is not None:
+            ours = tuple(name for name in lora.targets if name not in LORA_TARGETS[4:])
+            lora = replace(lora, targets=ours)
     return replace(config, lora=lora)
 
 
@@ -340,7 +343,8 @@ def base(tmp_path: Path) -> Path:
 
 
 def trained(base: Path, preset: str, lora: Lora = ALL) -> LoadedModel:
-    config = replace(read_config(base), lora=lora)
+    config = read_config(base)
+    config = replace(config, lora=lora.within(config))
     policy = Policy(config, named_precision(preset), read_masters(base, config))
     loaded = load_model(base, preset)
     return replace(loaded, policy=moved(policy))

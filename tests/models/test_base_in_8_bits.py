@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isobit.commands.export import export, find_source
+from isobit.config.model_shape import Family
 from isobit.config.precision import PrecisionConfig, named_precision
 from isobit.models.folder import load_policy, read_config, read_masters
 from isobit.models.policy import Policy, random_policy
@@ -171,6 +172,35 @@ def test_an_int8_folder_samples_what_its_model_does(preset: str, base: Path, int
     ids = tokens(policy) % policy.config.num_drawn
     found, expected = packed(policy, ids, LENGTHS), packed(own, ids, LENGTHS)
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen3_5_moe_text", "qwen3_next"])
+def test_so_does_that_of_a_mixture_whose_experts_are_in_bf16(
+    family: Family, tmp_path: Path
+) -> None:
+    """Nothing says of experts that a Hadamard matrix is in front of them."""
+    precision = PrecisionConfig(preset="int8", modules_bf16=("gate_up_proj", "down_proj"))
+    base = random_policy(config_of(family, None, tied=False), "fp32", seed=0)
+    save_policy(base, tmp_path / "base")
+    source = find_source(tmp_path / "base", None, lambda line: None)
+    export(source, tmp_path / "int8", "int8", precision)
+    policy, own = (
+        load_policy(tmp_path / folder, precision, trainable=False) for folder in ("int8", "base")
+    )
+    described, integers = policy.decoder.masters(), 0
+    for path, linear in policy.weights("rollout").linears.items():
+        found, expected = linear.matrix, own.weights("rollout").linears[path].matrix
+        if isinstance(expected, Int8Rows):
+            assert isinstance(found, Int8Rows)
+            assert torch.equal(found.values, expected.values)
+            assert torch.allclose(found.scales, expected.scales, rtol=2**-23, atol=0)
+            integers += len(described[f"{path}.weight"].parts)
+        else:
+            assert torch.equal(found, expected)  # pyright: ignore[reportArgumentType]
+    assert integers == {"qwen3_5_moe_text": 7, "qwen3_next": 6}.get(family, 8)
+    ids = tokens(policy) % policy.config.num_drawn
+    assert torch.equal(paged(policy, ids, LENGTHS), packed(policy, ids, LENGTHS))
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_scaling": YarnScaling(4.0, 32),
     },
     "delta rules": {"family": "qwen3_5_text", **delta_nets("qwen3_5_text", 2)},
+    "adapters of delta rules": {
+        "family": "qwen3_5_text",
+        "lora": Lora(4, 8.0, ("q_proj", "in_proj_z", "in_proj_a", "out_proj")),
+        **delta_nets("qwen3_5_text", 2),
+    },
     "shared expert": {
         "family": "qwen3_next",
         "experts": small_experts("qwen3_next", 4, 64),

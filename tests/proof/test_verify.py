@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from isobit.cli.main import main
+from isobit.config.lora import KNOWN_TARGETS
 from isobit.config.precision import PrecisionConfig, Preset
-from isobit.models.config import ModelConfig
+from isobit.models.config import Lora, ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import save_policy
 from isobit.proof.verify import VerifyOptions, VerifyResult, verify, verify_policy
 from isobit.util.errors import ConfigError, NonFiniteError
 from tests.forked import AVX2, ran
-from tests.models.policies import delta_nets
+from tests.models.policies import delta_nets, disturbed
 from tests.tiny import TINY
 
 EXACT: tuple[Preset, ...] = ("fp32", "bf16", "fp8-linear", "fp8", "int8-linear", "int8")
@@ -100,11 +101,17 @@ def test_exact_flows_have_no_differences(preset: Preset, tiny_folder: Path) -> N
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("preset", ["bf16", "int8"])
-def test_hybrids_have_no_differences(preset: Preset, config: ModelConfig) -> None:
+@pytest.mark.parametrize("lora", [None, Lora(4, 8.0, KNOWN_TARGETS)], ids=["plain", "adapters"])
+@pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
+def test_hybrids_have_no_differences(
+    preset: Preset, lora: Lora | None, config: ModelConfig
+) -> None:
     """Few pages come with few states, so that hardly any sequences would run side by side."""
     shape = replace(config, family="qwen3_5_text", **delta_nets("qwen3_5_text", 2))
-    assert is_proved(verify_policy(random_policy(shape, PrecisionConfig(preset=preset), 1), SMALL))
+    shape = replace(shape, lora=None if lora is None else lora.within(shape))
+    policy = random_policy(shape, PrecisionConfig(preset=preset), 1)
+    policy = policy if lora is None else disturbed(policy)
+    assert is_proved(verify_policy(policy, SMALL))
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ from isobit.models.adapter_folder import CONFIG_FILE
 from isobit.models.adapters import adapter_masters
 from isobit.models.config import Lora
 from isobit.models.folder import LoadedModel, load_adapters, load_model, write_model
-from isobit.models.policy import Policy
+from isobit.models.policy import Policy, random_policy
+from isobit.models.saving import save_policy
 from isobit.records.text import Completion
 from isobit.rollout.engine import generate
 from isobit.rollout.graph_runner import GraphRunner
@@ -24,8 +25,9 @@ from isobit.rollout.requests import Handle, Request
 from isobit.rollout.runner import PolicyRunner
 from isobit.rollout.scheduler import Scheduler
 from isobit.rollout.scoring import Scored, Scoring, TokenScorer
+from isobit.starter import starter_folder
 from isobit.util.errors import IsobitError, ModelError, NonFiniteError, RequestError
-from tests.models.test_adapters import ALL, SOME, base, moved, trained
+from tests.models.test_adapters import ALL, SOME, base, config_of, moved, trained
 from tests.rollout.delayed_runner import DelayedRunner
 from tests.rollout.test_exactness import TIGHT, requests
 from tests.rollout.test_open_engine import ended
@@ -98,6 +100,14 @@ def test_each_draws_in_one_batch_what_it_draws_alone(
     """A runner knows nothing of the flow: one flow goes through all of them."""
     runners = ("direct", "delayed", "captured") if preset == "fp8" else ("captured",)
     check_together(base, folders, preset, "cpu", runners)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
+def test_so_does_each_of_a_hybrid(preset: str, tmp_path: Path) -> None:
+    base, config = tmp_path / "hybrid", config_of("qwen3_5_text", None, tied=False)
+    save_policy(random_policy(config, "fp32", 0), base, tokenizer_from=starter_folder())
+    check_together(base, adapters_of(base, tmp_path), preset, "cpu", ("direct", "delayed"))
 
 
 def check_together(

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from isobit.commands.export import export, find_source
+from isobit.config.lora import LORA_TARGETS
+from isobit.config.model_shape import Family
 from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.rules import check_run, check_sft
@@ -21,7 +23,8 @@ from isobit.precision.quant_tensor import Side
 from isobit.run.loop import train
 from isobit.run.sft import sft
 from isobit.util.errors import CheckpointError, ConfigError, MismatchError, ModelError
-from tests.tiny import json_lines, save_tiny, with_sections
+from tests.models.policies import delta_nets, small_experts
+from tests.tiny import json_lines, save_tiny, tiny_model, with_sections
 
 LORA = {"rank": 8, "targets": "all-linear"}
 
@@ -116,7 +119,34 @@ def test_a_model_in_int8_is_trained_on_as_it_is(
 
 
 def test_a_resumed_run_has_the_same_bytes(make_config: MakeConfig, tmp_path: Path) -> None:
-    whole, cut = make_config(), make_config(output=str(tmp_path / "cut"))
+    check_resumed(make_config(), make_config(output=str(tmp_path / "cut")))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("precision", ["int8", "fp8", "bf16"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+def test_so_has_that_of_a_hybrid_whose_delta_nets_learn(
+    family: Family, precision: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    shape = tiny_model(family=family, num_layers=2, **delta_nets(family, 2))
+    shape = replace(shape, experts=small_experts(family, 4, 64))
+    lora = {"rank": 4, "targets": [n for n in shape.lora_targets if n not in LORA_TARGETS]}
+    options = {
+        "model": str(save_tiny(tmp_path / "hybrid", shape)),
+        "precision": precision,
+        "lora": lora if shape.experts else LORA,
+    }
+    whole = make_config(**options)
+    check_resumed(whole, make_config(**options, output=str(tmp_path / "cut")))
+    lines = json_lines(whole.output / "metrics.jsonl")
+    found = [one["log_prob_diff/tokens_differing"] for one in lines if "log_prob_diff/mean" in one]
+    assert found == [0, 0, 0]
+    masters = TensorFile(whole.output / "checkpoints" / "step_000003" / "masters.safetensors")
+    for path in ("in_proj", "gates", "out_proj"):
+        assert bool(masters[f"layers.0.{path}.lora_B.weight"].any())
+
+
+def check_resumed(whole: RunConfig, cut: RunConfig) -> None:
     train(whole)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("isobit.run.loop.take_step", _ends_before(3))

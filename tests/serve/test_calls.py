@@ -18,6 +18,9 @@ TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"typ
 ADD = '{"name": "add", "arguments": {"a": [1, "é\\n"]}}'
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 GIVEN = {"a": [1, "é\n"]}
+ANALYSIS, NEXT = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+SAYS = "<|channel|>commentary<|message|>"
+CALL = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
 
 
 def form(calls: ToolFormat | None, **asked: Any) -> ChatFormat:
@@ -51,6 +54,11 @@ def form(calls: ToolFormat | None, **asked: Any) -> ChatFormat:
         ("llama3", f"<think>{ADD}</think>\n{ADD}", f"<think>{ADD}</think>", 1),
         ("llama3", '{"name": "Copper", "mass": 63}', None, 0),
         (None, f"<tool_call>{ADD}</tool_call>", None, 0),
+        ("harmony", f"{ANALYSIS}I add.{NEXT}{CALL}{json.dumps(GIVEN)}", "", 1),
+        ("harmony", f"{SAYS}I add.{NEXT}{CALL}{json.dumps(GIVEN)}", "I add.", 1),
+        ("harmony", f"{ANALYSIS}Hm{NEXT}<|channel|>final<|message|>It is 4. ", "It is 4. ", 0),
+        ("harmony", f"{ANALYSIS}Hm{NEXT}{CALL}[1", "[1", 0),
+        ("harmony", "It is 4.", None, 0),
     ],
 )
 def test_pieces_say_what_the_whole_says(

@@ -91,12 +91,21 @@ def _converse(
     for text in _lines_said():
         messages.append({"role": "user", "content": text})
         try:
-            answer = _say_answer(engine, _turn(messages, model, settings))
+            answer = _without_analysis(_say_answer(engine, _turn(messages, model, settings)), model)
         except (DataError, IsobitError) as error:
             say(f"isobit: {error}")
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": answer})
+
+
+def _without_analysis(answer: str, model: "SamplingModel") -> str:
+    """An answer as later turns see it: gpt-oss's template refuses its channels."""
+    from isobit.data.harmony import AnswerReader, writes_harmony
+
+    if not writes_harmony(model.tokenizer):
+        return answer
+    return AnswerReader(is_thinking=False).feed(answer, is_last=True)
 
 
 def _turn(

@@ -224,7 +224,7 @@ def _of_checkpoint(
         else source_config(recipe.model)
     )
     if recipe.lora is not None:
-        config = replace(config, lora=Lora.of(recipe.lora))
+        config = replace(config, lora=Lora.of(recipe.lora, config))
     base = base_folder(model_folder(recipe.model))
     masters = None
     adapters = None

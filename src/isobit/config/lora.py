@@ -7,7 +7,16 @@ from pydantic import Field, field_validator
 from isobit.config.base import MAX_FACTOR, Strict
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Linears that can have an adapter, by PEFT's names, in the order of the forward."""
+"""Linears of attention and MLPs that can have an adapter, by PEFT's names, in the order of the
+forward.
+"""
+FUSED_TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+"""Those of Phi-3, where q, k and v are one matrix with one A and one B, and gate and up another."""
+DELTA_TARGETS = (
+    "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj",
+)  # fmt: skip
+"""Those of gated delta nets. Qwen3-Next has in_proj_qkvz and in_proj_ba, the others have four."""
+KNOWN_TARGETS = (*LORA_TARGETS, "qkv_proj", "gate_up_proj", *DELTA_TARGETS)
 ALL_LINEAR = "all-linear"
 
 
@@ -21,8 +30,10 @@ class LoraConfig(Strict):
     alpha: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
     """An adapter's output is multiplied by alpha / rank; by default alpha is twice the rank."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Linears that have an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
-    down_proj, or all-linear for all of them.
+    """Linears that have an adapter, of those that the model has: q_proj, k_proj, v_proj, o_proj,
+    gate_proj, up_proj and down_proj, of Phi-3 qkv_proj, o_proj, gate_up_proj and down_proj, of
+    gated delta nets in_proj_qkv, in_proj_z, in_proj_b and in_proj_a, or in_proj_qkvz and
+    in_proj_ba, and out_proj; or all-linear for all of them.
     """
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
@@ -35,11 +46,16 @@ class LoraConfig(Strict):
     @field_validator("targets")
     @classmethod
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if not value or any(name not in (*LORA_TARGETS, ALL_LINEAR) for name in value):
-            raise ValueError(f"expected some of {', '.join((*LORA_TARGETS, ALL_LINEAR))}")
+        known = *KNOWN_TARGETS, ALL_LINEAR
+        if not value or any(name not in known for name in value):
+            raise ValueError(f"expected some of {', '.join(known)}")
         return value
 
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """The targets in the order of the forward, each once."""
-        return tuple(name for name in LORA_TARGETS if {name, ALL_LINEAR} & set(self.targets))
+    def modules(self, having: tuple[str, ...]) -> tuple[str, ...]:
+        """The targets in a model with the linears ``having``, in their order. Raises ValueError for
+        one that the model does not have.
+        """
+        named = set(self.targets) - {ALL_LINEAR}
+        if missing := sorted(named - set(having)):
+            raise ValueError(f"has no {missing[0]}; expected some of {', '.join(having)}")
+        return having if ALL_LINEAR in self.targets else tuple(n for n in having if n in named)

@@ -26,7 +26,7 @@ _SPEAKERS = frozenset({"assistant", "user", "all"})
 _HEADER = re.compile(
     r"\s*+(?:(?P<start><\|start\|>)\s*+(?P<role>[^\s<]*+)\s*+)?+"
     r"(?:to=(?P<ahead>[^\s<]++)\s*+)?+"
-    r"(?:(?P<channel><\|channel\|>)\s*+(?!to=)[^\s<]*+\s*+(?:to=(?P<behind>[^\s<]++)\s*+)?+)?+"
+    r"(?:(?P<channel><\|channel\|>)\s*+(?!to=)(?P<name>[^\s<]*+)\s*+(?:to=(?P<behind>[^\s<]++)\s*+)?+)?+"
     r"(?P<rest>[^<]*+)(?:<\|constrain\|>[^<]*+)?+"
     r"(?:(?P<message><\|message\|>)|(?=<\|(?:end|call|return|start)\|>)"
     r"|(?P<open>(?:<(?:\|\w*+\|?+)?+)?+\Z))"
@@ -99,10 +99,7 @@ class HarmonyReader:
                 if over.lastgroup is None:
                     return None, over.start()
                 place, self._is_inside = over.end(), False
-            header = _HEADER.match(text, place)
-            if header is not None and not (header["start"] or header["ahead"] or header["channel"]):
-                is_begun = header["open"] is not None and header["rest"].strip() in ("", "t", "to")
-                header = header if is_begun else None
+            header = _header_at(text, place)
             if header is not None and (header["open"] is not None or _recipient(header)):
                 return header, place
             self._is_inside = True
@@ -133,6 +130,40 @@ class HarmonyReader:
         return (replace(call, name=name) if isinstance(call, MalformedCall) else call), end
 
 
+class AnswerReader:
+    """Leaves the channel ``analysis`` and all headers out of a turn that arrives in pieces; text
+    without them stays as it is. ``is_thinking`` is as for ``HarmonyReader``.
+    """
+
+    def __init__(self, is_thinking: bool) -> None:
+        self._is_inside, self._is_shown, self._held = is_thinking, not is_thinking, ""
+
+    def feed(self, text: str, is_last: bool) -> str:
+        """Take more of the turn, and give back what is seen of it so far; with ``is_last`` all."""
+        text, place, seen = self._held + text, 0, list[str]()
+        while True:
+            if self._is_inside:
+                over = _OVER.search(text, place)
+                assert over is not None  # the end of the text fits
+                is_over = over.lastgroup is not None
+                end = len(text) if is_last and not is_over else over.start()
+                seen.append(text[place:end] if self._is_shown else "")
+                if not is_over:
+                    self._held = text[end:]
+                    return "".join(seen)
+                place, self._is_inside = over.end(), False
+            header = _header_at(text, place)
+            if header is not None and header["open"] is not None:
+                self._held = text[place:]
+                return "".join(seen)
+            self._is_inside = True
+            if header is not None:
+                self._is_shown = header["name"] != "analysis" or bool(_recipient(header))
+                place = header.end()
+            elif text.startswith(_START, place):
+                place += len(_START)
+
+
 def writes_harmony(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template writes messages and calls in harmony."""
     templates: Any = tokenizer.chat_template
@@ -142,6 +173,15 @@ def writes_harmony(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 _BLANK = re.compile(r"\s*+")
 _ENDED = re.compile("|".join(map(re.escape, (*_ENDS, _START))))
+
+
+def _header_at(text: str, place: int) -> re.Match[str] | None:
+    """The header that begins at ``place``, or may do so with more text."""
+    header = _HEADER.match(text, place)
+    if header is None or header["start"] or header["ahead"] or header["channel"]:
+        return header
+    is_begun = header["open"] is not None and header["rest"].strip() in ("", "t", "to")
+    return header if is_begun else None
 
 
 def _recipient(header: re.Match[str]) -> str:

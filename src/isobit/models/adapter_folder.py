@@ -21,7 +21,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from isobit.config.lora import ALL_LINEAR, LORA_TARGETS
+from isobit.config.lora import ALL_LINEAR, KNOWN_TARGETS, LORA_TARGETS
 from isobit.models.config import Lora
 from isobit.models.larger_model import is_larger
 from isobit.models.safetensors import TensorFile, parse_json, write_tensors
@@ -284,22 +284,22 @@ def _targets(
     """The targets, and whether all layers have them."""
     named, chosen = config.get("target_modules"), any(config.get(key) for key in _CHOOSING)
     having = {module.rpartition(".")[2] for module in tensors.modules}
-    if strange := sorted(having - set(LORA_TARGETS)):
+    if strange := sorted(having - set(KNOWN_TARGETS)):
         raise ModelError(
             f"{tensors.path} has an adapter of {shown(strange[0])}; they are read of "
-            f"{', '.join(LORA_TARGETS)}"
+            f"{', '.join(KNOWN_TARGETS)}"
         )
-    if named == ALL_LINEAR or (_are_texts(named) and set(named) <= set(LORA_TARGETS)):
-        having = having if chosen else set(LORA_TARGETS if named == ALL_LINEAR else named)
-        return tuple(name for name in LORA_TARGETS if name in having), not chosen
+    if named == ALL_LINEAR or (_are_texts(named) and set(named) <= set(KNOWN_TARGETS)):
+        having = having if chosen else set(KNOWN_TARGETS if named == ALL_LINEAR else named)
+        return tuple(name for name in KNOWN_TARGETS if name in having), not chosen
     if _are_texts(named):
         _check_named(path, named, tensors, chosen)
     elif not isinstance(named, str):
         raise ModelError(
             f"{path}: target_modules is {_value(named)}; expected names such as "
-            f"{', '.join(LORA_TARGETS)}, or a regular expression"
+            f"{', '.join(KNOWN_TARGETS)}, or a regular expression"
         )
-    return tuple(name for name in LORA_TARGETS if name in having), False
+    return tuple(name for name in KNOWN_TARGETS if name in having), False
 
 
 def _are_texts(value: object) -> TypeGuard[list[str]]:

@@ -92,7 +92,7 @@ def add_adapter(
     """
     described = read_adapter_config(folder)
     assert policy.config.lora is None, "adapters of adapters"
-    config = replace(policy.config, lora=described.lora)
+    config = replace(policy.config, lora=described.lora.within(policy.config))
     decoder, stored = build_decoder(config), open_adapters(folder, config)
     flow = build_flow(precision, decoder.shape)
     graph, own = flow.rollout, policy.weights("rollout")

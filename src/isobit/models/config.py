@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from isobit.config.lora import LoraConfig
+from isobit.config.lora import DELTA_TARGETS, FUSED_TARGETS, LORA_TARGETS, LoraConfig
 from isobit.config.model_shape import (
     MAX_HEADS,
     MAX_LAYERS,
@@ -51,7 +51,7 @@ class Lora:
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """Names among ``LORA_TARGETS``."""
+    """Names among ``KNOWN_TARGETS``."""
     rslora: bool = False
 
     @property
@@ -60,9 +60,20 @@ class Lora:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @classmethod
-    def of(cls, config: LoraConfig) -> "Lora":
+    def of(cls, config: LoraConfig, model: "ModelConfig") -> "Lora":
+        """Raises ModelError for a target that the model does not have."""
         alpha = 2.0 * config.rank if config.alpha is None else config.alpha
-        return cls(config.rank, alpha, config.modules, config.rslora)
+        try:
+            targets = config.modules(model.lora_targets)
+        except ValueError as error:
+            raise ModelError(
+                f"lora.targets is {', '.join(config.targets)}, and a {model.family} model {error}"
+            ) from None
+        return cls(config.rank, alpha, targets, config.rslora)
+
+    def within(self, model: "ModelConfig") -> "Lora":
+        """The same, without targets that the model does not have, which change nothing in it."""
+        return replace(self, targets=tuple(n for n in model.lora_targets if n in self.targets))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,21 +162,31 @@ class ModelConfig:
             )
 
     def _check_lora(self, lora: "Lora") -> None:
-        if self.is_fused:
-            raise ModelError(
-                f"LoRA does not train a {self.family} model, whose q, k and v are one matrix, and "
-                "gate and up another; leave [lora] out, or take a model of another family"
-            )
-        if self.experts is not None and {"gate_proj", "up_proj", "down_proj"} & {*lora.targets}:
+        mlp = LORA_TARGETS[4:]
+        others = [name for name in self.lora_targets if name not in mlp]
+        if self.experts is not None and {*mlp} & {*lora.targets}:
             raise ModelError(
                 f"LoRA does not train the experts of a {self.family} model, only its attention; "
-                "set lora.targets to q_proj, k_proj, v_proj and o_proj, or some of them"
+                f"set lora.targets to {', '.join(others)}, or some of them"
             )
         if self.score_head:
             raise ModelError(
                 "LoRA does not train a reward model, whose score head would have to be saved "
                 "beside the adapters; leave [lora] out"
             )
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """The linears that may be targets of adapters, but for those that ``_check_lora`` refuses:
+        of a mixture's ``gate_proj`` it says why.
+        """
+        if self.is_fused:
+            return FUSED_TARGETS
+        if not self.delta_layers:
+            return LORA_TARGETS
+        joined = FAMILIES[self.family].joins_heads
+        own = DELTA_TARGETS[4:] if joined else (*DELTA_TARGETS[:4], DELTA_TARGETS[-1])
+        return (*LORA_TARGETS, *own)
 
     @property
     def num_drawn(self) -> int:

@@ -120,9 +120,9 @@ class DeltaNet:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """h and x [T, C] -> the residual stream, and what is to be added to it."""
         assert isinstance(attend, DeltaRule)
-        h, norm, read = self._front.keeping(weights, h, x)
+        h, norm, read = self._front.keeping(weights, h, x, self._in.saves(save=False))
         x, z = self._split(self._in.forward(weights, read))
-        gates = self._gates.input(weights, norm, save=False)
+        gates = self._gates.input(weights, norm, self._gates.saves(save=False))
         inputs = self._inputs(x, self._gates.forward(weights, gates))
         o = attend.delta_rule(self._layer, inputs, self._weights(weights))
         y = self._gated(weights, observe(o, "layers", self._layer, "delta_rule"), z)
@@ -177,21 +177,23 @@ class DeltaNet:
     def bytes(self, sizes: Sizes, graph: Graph) -> UnitBytes:
         shape, a = self._shape, DTYPES[graph.activations].itemsize
         stream = a * self._front.width
-        sites = [graph.site(linear.path) for linear in (self._in, self._gates, self._out)]
+        linears = self._in, self._gates, self._out
+        sites = [graph.site(linear.path) for linear in linears]
         values, gates = a * shape.values, 2 * a * shape.value_heads
         inputs, projected = a * shape.channels + gates, a * (shape.channels + shape.values)
         rule = sizes.delta(shape)
         read = self._in.read_bytes(sizes, graph)
-        linears = self._in, self._gates
-        saved = sum(one.saved_bytes(sizes, graph) for one in linears)
-        saved += self._norms.saved_streams * stream + inputs + rule.saved + 2 * values
+        adapter = max(linear.adapter_bytes(graph) for linear in linears)
+        adapter_gradients = max(linear.adapter_bytes(graph, backward=True) for linear in linears)
+        saved = sum(linear.saved_bytes(sizes, graph) for linear in linears)
         return UnitBytes(
-            saved=saved + self._out.saved_bytes(sizes, graph),
+            saved=saved + self._norms.saved_streams * stream + inputs + rule.saved + 2 * values,
             input=stream,
             read=read + stream,
-            kept=projected + rule.made,
-            made=read + stream + projected + gates + max(rule.made, values) + values,
-            gradients=2 * stream
+            kept=projected + rule.made + adapter,
+            made=read + stream + projected + gates + max(rule.made, values) + values + adapter,
+            gradients=adapter_gradients
+            + 2 * stream
             + 2 * values
             + max(
                 rule.gradients + inputs,
@@ -199,7 +201,7 @@ class DeltaNet:
             ),
             once=max(
                 sizes.transposed(site, linear.shape.in_features)
-                for site, linear in zip(sites, (*linears, self._out), strict=True)
+                for site, linear in zip(sites, linears, strict=True)
             ),
             attended=inputs + rule.made + values,
             attended_gradients=2 * inputs + rule.gradients + 2 * values,

@@ -163,7 +163,7 @@ def read_any_config(folder: Path) -> ModelConfig:
     """
     if is_adapter_folder(folder):
         base = read_any_config(base_folder(folder, weights=False))
-        return replace(base, lora=read_adapter_config(folder).lora)
+        return replace(base, lora=read_adapter_config(folder).lora.within(base))
     if not folder.is_dir():
         raise ModelError(
             f"{folder} is not a folder; expected a Hugging Face model folder with config.json and "

@@ -9,7 +9,14 @@ from isobit.models.families import FAMILIES
 from isobit.models.master_values import MasterValues, master_of
 
 _READERS = {
-    "input_norm": ("qkv_proj", "qkv_proj.lora_A", "in_proj", "gates"),
+    "input_norm": (
+        "qkv_proj",
+        "qkv_proj.lora_A",
+        "in_proj",
+        "in_proj.lora_A",
+        "gates",
+        "gates.lora_A",
+    ),
     "post_attention_norm": (
         "gate_up_proj",
         "gate_up_proj.lora_A",

@@ -30,7 +30,8 @@ it may be one unit in the last place from the run's own.
 Read from vLLM 0.25.1 (``quantization/compressed_tensors``, ``csrc/quantization/hadamard``) and
 compressed-tensors 0.17: H is Sylvester's, of a power of two of rows up to 2^15, and divided by
 sqrt(n). vLLM multiplies by it in BF16, on one GPU, in front of linears of which it asserts that
-they have no bias. In front of experts it would leave H out in silence.
+they have no bias. In front of experts, whose W8A8 it has with a scale a row, it takes none: their
+integers are of W H, and would be multiplied by what H has not changed, in silence.
 
 **MXFP4** is read for gpt-oss's experts alone (``isobit.models.stacked``).
 """
@@ -70,6 +71,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "expert_dtype": (None, "fp8"),
 }
 """Other keys that transformers writes, with the values that change nothing here."""
+_EXPERTS_IN_BF16 = '--precision.modules_bf16 ["gate_up_proj","down_proj"]'
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,14 +213,17 @@ def _int8_layout(rotations: Mapping[str, int], kept: Sequence[str]) -> dict[str,
 
 
 def _check_vllm_takes(module: str, names: Collection[str]) -> None:
-    problem = "is an expert" if ".experts." in module else None
+    problem, others = None, ""
+    if ".experts." in module:
+        problem = "is an expert"
+        others = " or --format fp8 --precision fp8, or keep experts in BF16, " + _EXPERTS_IN_BF16
     if f"{module}.bias" in names:
-        problem = "has a bias"
+        problem, others = "has a bias", ""
     if problem is not None:
         raise ConfigError(
             f"{module} {problem}, and vLLM multiplies inputs by a Hadamard matrix, as INT8 needs "
             "it, only in front of linears that are no experts and have no bias; export with "
-            "--format bf16"
+            f"--format bf16{others}"
         )
 
 

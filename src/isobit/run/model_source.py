@@ -66,7 +66,8 @@ class ModelSource:
                 f"lora is set, but {self.described.folder} has adapters of its own, which are "
                 "trained on; leave [lora] out, or name their base as the model"
             )
-        lora = replace(self.described.config, lora=Lora.of(config))
+        model = self.described.config
+        lora = replace(model, lora=Lora.of(config, model))
         return replace(self, described=replace(self.described, config=lora))
 
     def load(

@@ -10,6 +10,7 @@ from hashlib import sha256
 from typing import Any, Protocol
 
 from isobit.config.environment import ToolFormat
+from isobit.data.harmony import AnswerReader
 from isobit.data.parsed_calls import Parsed, ToolCall, TurnReader
 from isobit.data.tool_calls import parameters_of, turn_reader
 from isobit.records.text import ends_in_thinking
@@ -112,6 +113,9 @@ class ChatFormat:
     ) -> None:
         self._asked, self._spelling = asked, spelling
         self._calls: ToolFormat | None = calls if asked.shown_tools else None
+        self._has_channels = calls == "harmony"
+        self._answers: dict[int, AnswerReader] = {}
+        """A reader for each choice, which leaves gpt-oss's thinking and headers out."""
         self._tools = parameters_of(asked.shown_tools or ())
         self._readers: dict[int, TurnReader] = {}
         """A reader for each choice, which holds back what may be part of a call."""
@@ -155,6 +159,16 @@ class ChatFormat:
         self, prompt: ScoredPrompt, part: ChoicePart
     ) -> tuple[str, list[dict[str, Any]]]:
         """The text of a part that is no call, and at the end of the choice its calls."""
+        text, calls = self._uncalled_text(prompt, part)
+        if not self._has_channels:
+            return text, calls
+        if part.index not in self._answers:
+            self._answers[part.index] = AnswerReader(ends_in_thinking(prompt.text))
+        return self._answers[part.index].feed(text, part.finish_reason is not None), calls
+
+    def _uncalled_text(
+        self, prompt: ScoredPrompt, part: ChoicePart
+    ) -> tuple[str, list[dict[str, Any]]]:
         if self._calls is None:
             return part.text, []
         if part.index not in self._readers:

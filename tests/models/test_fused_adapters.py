@@ -1,0 +1,111 @@
+"""LoRA of Phi-3, whose q, k and v are one matrix with one A and one B, and gate and up another.
+
+tests/models/test_adapters.py has all families: rollout equals training, and gradients.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from isobit.commands.export import export, find_source
+from isobit.config.lora import FUSED_TARGETS, LORA_TARGETS, LoraConfig
+from isobit.models.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
+from isobit.models.config import Lora
+from isobit.models.folder import load_policy, write_model
+from isobit.models.policy import random_policy
+from isobit.models.saving import save_policy
+from isobit.starter import starter_folder
+from isobit.util.errors import ModelError
+from tests.models.policies import logits_of
+from tests.models.test_adapters import ALL, SOME, config_of, tokens, trained
+
+PREFIX = "base_model.model.model.layers.1."
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A folder in which a channel of a norm stands out, so that INT8 folds it."""
+    policy = random_policy(config_of("phi3", None, tied=False), "fp32", seed=0)
+    with torch.no_grad():
+        policy.masters["layers.0.input_norm.weight"][3] = 40.0
+    save_policy(policy, tmp_path / "base", tokenizer_from=starter_folder())
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("lora", [ALL, SOME])
+def test_peft_computes_our_logits_and_writes_our_bytes(
+    base: Path, lora: Lora, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft", reason="`pip install peft` loads what runs leave")
+    transformers = pytest.importorskip("transformers")
+    model, folder = trained(base, "fp32", lora), tmp_path / "adapters"
+    write_model(model, folder)
+    shapes = {name: tuple(one.shape) for name, one in load_file(folder / WEIGHTS_FILE).items()}
+    assert shapes[f"{PREFIX}self_attn.qkv_proj.lora_A.weight"] == (lora.rank, 128)
+    assert shapes[f"{PREFIX}self_attn.qkv_proj.lora_B.weight"] == (256, lora.rank)
+    if lora is ALL:
+        assert shapes[f"{PREFIX}mlp.gate_up_proj.lora_B.weight"] == (384, lora.rank)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(theirs, folder).eval()
+    ids = tokens(model.policy)[:100]
+    with torch.no_grad():
+        expected = theirs(ids[None]).logits[0]
+        with theirs.disable_adapter():
+            plain = theirs(ids[None]).logits[0]
+    found = logits_of(model.policy, ids)
+    expected, plain = (one[:, : found.shape[1]] for one in (expected, plain))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+    assert (plain - expected).abs().max() > 0.1
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert (tmp_path / "theirs" / WEIGHTS_FILE).read_bytes() == (folder / WEIGHTS_FILE).read_bytes()
+    assert load_policy(tmp_path / "theirs", "fp32").checksum() == model.policy.checksum()
+
+
+def test_all_linears_of_pefts_are_ours(base: Path) -> None:
+    peft = pytest.importorskip("peft", reason="`pip install peft` finds all linears")
+    transformers = pytest.importorskip("transformers")
+    made = transformers.AutoModelForCausalLM.from_pretrained(base)
+    named = peft.get_peft_model(made, peft.LoraConfig(target_modules="all-linear"))
+    found = {name.rpartition(".")[2] for name in named.targeted_module_names}
+    assert found == set(FUSED_TARGETS)
+    assert Lora.of(LoraConfig(), config_of("phi3", None)).targets == FUSED_TARGETS
+
+
+@pytest.mark.parametrize("preset", ["fp32", "fp8", "int8"])
+def test_a_folder_of_adapters_is_the_policy_again(preset: str, base: Path, tmp_path: Path) -> None:
+    model = trained(base, preset)
+    write_model(model, tmp_path / "adapters")
+    named = json.loads((tmp_path / "adapters" / CONFIG_FILE).read_text())["target_modules"]
+    assert named == [*FUSED_TARGETS]
+    again = load_policy(tmp_path / "adapters", preset)
+    assert again.config == model.policy.config
+    assert again.checksum() == model.policy.checksum()
+    write_model(replace(model, policy=again, folder=tmp_path / "adapters"), tmp_path / "second")
+    first, second = (tmp_path / place / WEIGHTS_FILE for place in ("adapters", "second"))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_merged_matrices_are_the_sum_rounded_once(base: Path, tmp_path: Path) -> None:
+    model = trained(base, "fp32")
+    write_model(model, tmp_path / "adapters")
+    source = find_source(tmp_path / "adapters", None, lambda line: None)
+    export(source, tmp_path / "merged", merge=True)
+    merged, plain = (load_policy(tmp_path / place, "fp32") for place in ("merged", "base"))
+    for path in ("layers.0.qkv_proj", "layers.1.gate_up_proj"):
+        a, b = (model.policy.masters[f"{path}.lora_{one}.weight"].detach().double() for one in "AB")
+        exact = plain.masters[f"{path}.weight"].detach().double() + ALL.scale * (b @ a)
+        found = merged.masters[f"{path}.weight"]
+        assert torch.equal(found, exact.float().bfloat16().float())
+
+
+@pytest.mark.parametrize("target", [name for name in LORA_TARGETS if name not in FUSED_TARGETS])
+def test_parts_of_a_fused_matrix_are_no_targets(target: str) -> None:
+    config = config_of("phi3", None)
+    with pytest.raises(ModelError, match=f"has no {target}; expected some of qkv_proj, o_proj"):
+        Lora.of(LoraConfig(targets=(target,)), config)
+    with pytest.raises(ModelError, match=r"a qwen3 model has no qkv_proj"):
+        Lora.of(LoraConfig(targets=("qkv_proj",)), config_of("qwen3", None))
