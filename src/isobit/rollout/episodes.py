@@ -358,6 +358,7 @@ class Episodes:
         """Tell an environment that leads of a turn, whose calls all can be read or are text."""
         episode, calls = self._open[handle], _runnable(said.calls)
         calls = calls if len(calls) == len(said.calls) else []
+        episode.parsed = said.calls if calls else []
         text = said.text if calls else episode.text
         episode.said.append(Turn(calls, text, is_cut))
         episode.is_over = is_cut or len(episode.turns) >= self._config.max_turns
@@ -413,7 +414,8 @@ class Episodes:
         texts = [result.text for result in results if result.kind != "user"]
         spoken = [result.text for result in results if result.kind == "user"]
         last = int(episode.sequence.token_ids[-1])
-        given = self._tools.continuation.token_ids(texts, last, spoken)
+        names = [one.name for one in episode.parsed]
+        given = self._tools.continuation.token_ids(texts, last, spoken, names)
         sequence = episode.sequence.with_given(given)
         if sequence.length >= episode.request.max_length(self._context):
             self._finish(handle, "length")
