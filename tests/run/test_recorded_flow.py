@@ -172,3 +172,22 @@ def test_a_run_of_an_earlier_version_goes_on_in_fp8_where_its_recipe_names_none(
     for name in COMPARED:
         assert (cut.output / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     assert read_run(cut.output).flow == "fp8"
+
+
+def test_a_run_of_an_earlier_version_goes_on_without_special_tokens_where_its_recipe_leaves_that(
+    make_run: MakeConfig,
+) -> None:
+    def hidden(table: dict[str, Any]) -> None:
+        assert table["special_tokens"] == "auto"
+        table["special_tokens"] = "hide"
+
+    train(make_run(**SHORT))
+    as_recorded_before(make_run().output, hidden, "rollout")
+    named = {**make_run().rollout.model_dump(exclude_unset=True), "special_tokens": "auto"}
+    with pytest.raises(
+        ConfigError, match=r"rollout\.special_tokens: 'hide' in the run, 'auto' now"
+    ):
+        train(make_run(**SETTINGS, rollout=named), resume=True)
+    train(make_run(**SETTINGS), resume=True)
+    recorded = json.loads((make_run().output / "run.json").read_text(encoding="utf-8"))
+    assert recorded["config"]["rollout"]["special_tokens"] == "hide"

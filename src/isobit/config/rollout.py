@@ -8,6 +8,7 @@ from isobit.config.base import MAX_BATCH, MAX_COUNT, MAX_FACTOR, MAX_WAIT_S, Hom
 from isobit.config.model_shape import MAX_POSITIONS, MAX_VOCAB_SIZE
 
 MAX_DRAFT = 64
+SpecialTokens = Literal["auto", "hide", "show"]
 
 
 class RolloutConfig(Strict):
@@ -28,7 +29,7 @@ class RolloutConfig(Strict):
     """Tokens, as the tokenizer spells them, that end a completion besides the folder's
     ``eos_token_id``: for example the end of turn of a chat template that is new to the model.
     """
-    special_tokens: Literal["auto", "hide", "show"] = "auto"
+    special_tokens: SpecialTokens = "auto"
     """Whether the text of a completion, which rewards read, shows its special tokens. The one that
     ends it is never shown. ``auto`` hides them, but not where the chat template is gpt-oss's, whose
     channels they mark.

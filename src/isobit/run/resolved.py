@@ -24,6 +24,7 @@ from isobit.config.load import build
 from isobit.config.precision import PrecisionConfig, recorded_precision
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.reward import RewardConfig, RewardPart, ScoringPreset
+from isobit.config.rollout import SpecialTokens
 from isobit.config.tables import ON_MISMATCH
 from isobit.data.chat_template import reads_clock
 from isobit.models.config import ModelConfig
@@ -76,12 +77,13 @@ def resolve(config: AnyRecipe, weights: bool = True) -> ResolvedRecipe[AnyRecipe
 def as_begun(
     recipe: ResolvedRecipe[AnyRecipe], resume: bool, world: World = ALONE
 ) -> ResolvedRecipe[AnyRecipe]:
-    """The recipe with the date of its run, when that began, and with its flow and those of its
-    reward models, where the recipe names none, if it is resumed.
+    """The recipe with the date of its run, when that began, and if it is resumed with its flow,
+    those of its reward models and what it shows of special tokens, where the recipe names none.
     """
     config = recipe.config
     if resume:
-        config = with_scoring_of_run(with_flow_of_run(config, world), world)
+        for with_its in (with_flow_of_run, with_scoring_of_run, with_text_of_run):
+            config = with_its(config, world)
     folder = recipe.source.described.folder
     known = partial(_saved_date, RunDirectory(config.output)) if resume else lambda: None
     folders = recipe.reward_models.values()
@@ -160,6 +162,20 @@ def with_scoring_of_run(config: AnyRecipe, world: World = ALONE) -> AnyRecipe:
     }
     reward = _scored_as(config.reward, saved).model_copy(update={"parts": parts})
     return config.model_copy(update={"reward": reward})
+
+
+def with_text_of_run(config: AnyRecipe, world: World = ALONE) -> AnyRecipe:
+    """A recipe that shows special tokens as the run in its directory does, where it names nothing:
+    those of earlier versions hid them by default.
+    """
+    saved = broadcast(
+        world, lambda: _saved(RunDirectory(config.output), "rollout", "special_tokens")
+    )
+    rollout = config.rollout
+    if saved not in get_args(SpecialTokens) or "special_tokens" in rollout.model_fields_set:
+        return config
+    rollout = rollout.model_copy(update={"special_tokens": saved})
+    return config.model_copy(update={"rollout": rollout})
 
 
 def _scored_as(reward: AnyReward, saved: Any) -> AnyReward:
