@@ -59,6 +59,12 @@ def test_carries_are_the_specifications(at: int, stop: int) -> None:
 
 
 @of_shapes
+@pytest.mark.parametrize(("near", "written"), [(70, 0), (126, 1)])
+def test_positions_far_from_the_start(shape: DeltaShape, near: int, written: int) -> None:
+    checks.check_far(shape, near, written)
+
+
+@of_shapes
 def test_rows_of_guesses_are_a_part(shape: DeltaShape) -> None:
     checks.check_rows_of_guesses(shape)
 

@@ -89,7 +89,7 @@ def without_launches(
     from isobit.kernels import hopper, triton
     from isobit.kernels.hopper import gemm, grouped_gemm, wgrad
     from isobit.kernels.hopper.backend import HopperBackend
-    from isobit.kernels.triton import attend
+    from isobit.kernels.triton import attend, delta_rule_training
     from isobit.kernels.triton.backend import TritonBackend
 
     packages = [
@@ -106,7 +106,8 @@ def without_launches(
     monkeypatch.setattr(gemm, "deep_gemm_or_triton", lambda: "deep_gemm")
     for module in (grouped_gemm, wgrad):
         monkeypatch.setattr(module, "deep_gemm_or_triton", lambda: "deep_gemm")
-    monkeypatch.setattr(attend, "to_device", lambda tensor, device: tensor.to(device))
+    for module in (attend, delta_rule_training):
+        monkeypatch.setattr(module, "to_device", lambda tensor, device: tensor.to(device))
     monkeypatch.setattr(TritonBackend, "to_device", lambda self, tensor: tensor.to(self.device))
     made = HopperBackend if back_end == "hopper" else TritonBackend
     monkeypatch.setattr(policy_module, "backend_of", made)

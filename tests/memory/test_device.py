@@ -226,23 +226,31 @@ def test_experts_are_within_what_is_planned(
 @pytest.mark.few(3)
 @pytest.mark.parametrize("recompute", LEVELS)
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
+@pytest.mark.parametrize(
+    ("name", "kept", "most"), [("qwen3-8b", 0.005, 0.2), ("qwen3.5-9b", 0.05, 0.7)]
+)
 def test_rows_that_are_shared_are_within_what_is_planned(
-    preset: str, recompute: Recompute, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An upper bound: attention is planned beside a layer of rows without sharing."""
+    name: str, kept: float, most: float, preset: str, recompute: Recompute,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """An upper bound: attention is planned beside a layer of rows without sharing, and a delta
+    rule's backward as if all that it makes were there at once.
+    """
     meta_memory.without_launches(monkeypatch)
-    config = replace(QWEN3_8B, num_layers=4)
+    config = model_shape(name)
+    of_delta = tuple(layer for layer in config.delta_layers if layer < 4)
+    config = replace(config, num_layers=4, delta_layers=of_delta, max_positions=16384)
     policy, share = meta_memory.meta_policy(config, precision(preset)), share_of(config, 1)
     for prompt, answers in ((2048, (1024,) * 8), (2048, (256,) * 6), (8192, (512,) * 5)):
         batch = meta_memory.shared_batch(prompt, answers)
         measured = meta_memory.micro_batch_bytes(policy, batch.lengths, recompute, batch)
         tokens, attended = batch.num_rows, sum(batch.lengths)
-        saved = saved_bytes(config, policy.flow, sizes, recompute, tokens)
+        saved = saved_bytes(config, policy.flow, sizes, recompute, tokens, attended)
         limits = tokens, max(batch.lengths), share.made_by_head, attended
         passing = passing_bytes(config, policy.flow, sizes, recompute, *limits)
         beside = 2 * (tokens + sum(answers)) * config.hidden_size
-        assert saved + beside == pytest.approx(measured["saved"], rel=0.005)
-        assert -0.005 < (saved + share.made + max(passing.values())) / measured["peak"] - 1 < 0.2
+        assert -0.01 < (saved + beside) / measured["saved"] - 1 < kept  # less the rule's indices
+        assert -0.005 < (saved + share.made + max(passing.values())) / measured["peak"] - 1 < most
         assert (saved + passing["a layer, forward"]) / measured["forward"] > 0.995
 
 

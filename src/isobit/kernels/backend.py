@@ -571,7 +571,6 @@ class ModelNeeds:
     head_dim: int
     preset: str
     linears: tuple[LinearShape, ...] = ()  # those that may be quantised, each shape once
-    has_frozen_experts: bool = False
 
 
 class Support(Protocol):

@@ -46,12 +46,22 @@ _OF_HEAD = ("lm_head, backward", "logits chunk")
 
 
 def saved_bytes(
-    shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes, recompute: Recompute, tokens: int
+    shape: ModelConfig,
+    flow: PrecisionFlow,
+    sizes: Sizes,
+    recompute: Recompute,
+    tokens: int,
+    attended: int = 0,
 ) -> int:
-    """What all layers keep for the backward of a micro-batch."""
+    """What all layers keep for the backward of a micro-batch; ``attended`` as in
+    ``passing_bytes``.
+    """
     layers = _layers(shape, flow, sizes)
     padding = sum(layer.mlp.saved_once for layer in layers) if recompute == "none" else 0
-    return tokens * sum(layer.saved(recompute) for layer in layers) + padding
+    beyond = 0 if recompute == "full" else max(0, attended - tokens)
+    of_rows = sum(layer.saved(recompute) for layer in layers)
+    of_tokens = sum(layer.attention.attended_saved for layer in layers)
+    return tokens * of_rows + beyond * of_tokens + padding
 
 
 def passing_bytes(

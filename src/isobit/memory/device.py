@@ -298,7 +298,7 @@ class DevicePlanner:
             GRADIENTS: weights[MASTERS],
             **({OF_A_SLOT: share.of_a_slot} if share.of_a_slot else {}),
             **({MADE: share.made} if share.made else {}),
-            "saved activations": saved_bytes(*model, training.recompute, tokens),
+            "saved activations": saved_bytes(*model, training.recompute, tokens, attended),
             largest: passing[largest],
             **({"beside the teacher": compared} if compared else {}),
         }

@@ -208,7 +208,7 @@ def estimate_memory(
             *_of_the_engine(shape, flow, rollout, sizes, rollout_tp),
             MemoryItem(
                 "activations",
-                saved_bytes(shape, flow, sizes, training.recompute, tokens)
+                saved_bytes(shape, flow, sizes, training.recompute, tokens, attended)
                 + _hidden_bytes(shape, flow) * tokens,
                 _MICROBATCH,
             ),

@@ -213,8 +213,9 @@ class DeltaNet:
                 ),
             ),
             made_once=rule.made_once,
-            attended=inputs + rule.made + values,
+            attended=inputs + rule.made + rule.saved + values,
             attended_gradients=2 * inputs + rule.gradients + 2 * values,
+            attended_saved=rule.saved,
         )
 
     def _split(self, made: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -78,9 +78,7 @@ def model_needs(config: ModelConfig, preset: str) -> backend.ModelNeeds:
     quantised = (linear for linear in every if linear is not None and not linear.is_plain)
     linears = {(linear.rows, linear.in_features): linear for linear in quantised}
     sizes = config.num_heads, config.num_kv_heads, config.head_dim
-    is_frozen = config.lora is not None and config.experts is not None
-    shapes = tuple(linears.values())
-    return backend.ModelNeeds(*sizes, preset, shapes, is_frozen)
+    return backend.ModelNeeds(*sizes, preset, tuple(linears.values()))
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -116,6 +116,7 @@ class UnitBytes:
         0  # where rows are shared: what attention's forward makes for each of its tokens
     )
     attended_gradients: int = 0  # the same in its backward
+    attended_saved: int = 0  # of `saved`, what is kept for each of attention's tokens, not each row
 
 
 def norm_master(width: int, name: str, offset: float = 0.0) -> Master:

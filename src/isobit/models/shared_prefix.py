@@ -18,7 +18,8 @@ the first token of every answer.  Sums are in FP32, in the order of the sequence
 micro-batch, and rounded once (``RowSum``).  A gradient flows through the layers below once.
 
 Attention takes the time that it takes without sharing, and holds the tensors of all tokens while a
-layer is computed; between forward and backward only rows are kept.
+layer is computed; between forward and backward only rows are kept, but for the states of delta
+rules, which are those of all tokens.
 """
 
 from collections.abc import Callable

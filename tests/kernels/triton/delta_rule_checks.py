@@ -202,6 +202,19 @@ def check_decoding(shape: DeltaShape, start: int, length: int) -> None:
     assert same_bits(rollout.output, packed(given, learnt, [length]))
 
 
+def check_far(shape: DeltaShape, near: int, written: int) -> None:
+    """Positions beyond 2^31 numbers of x: what comes depends on where in its chunk a row is."""
+    learnt, given, found = weights(shape), inputs(shape, 3), list[list[torch.Tensor]]()
+    for position in (near, near + 64 * ((1 << 31) // (64 * shape.channels) + 1)):
+        carries = empty_carries(shape, 2, torch.float32, _device)
+        torch.manual_seed(1)
+        for one in carries.tensors:
+            one.copy_(torch.randn(one.shape) * 0.1)
+        made = computed(paged([position], [3], [0], [written]), carries, given, learnt)
+        found.append([made, *carries.tensors])
+    assert all(map(torch.equal, *found))
+
+
 def check_forms(shape: DeltaShape) -> None:
     """Rows at once, columns and depth are in no bit; nor is who is packed or launched together."""
     lengths = 70, 1, 20

@@ -21,6 +21,7 @@ from tests.kernels.triton.delta_rule_checks import (
     check_carries,
     check_decoding,
     check_ends,
+    check_far,
     check_forms,
     check_gates,
     check_output,
@@ -76,6 +77,8 @@ def contents() -> None:
     check_begun_again()
     check_rows_of_guesses(OTHER)
     check_carries(0, 40)
+    check_far(OTHER, 70, 0)
+    check_far(OTHER, 126, 1)
     for at, stop in ((60, 70), (64, 65), (3, 140)):
         check_carries(at, stop)
 

@@ -270,7 +270,7 @@ class PackedDelta:
         found = x.new_zeros(width, *x.shape)
         for back in range(width):
             place = found[width - 1 - back]
-            place[back:] = x[: len(x) - back]
+            place[back:] = x[: max(0, len(x) - back)]
             place.masked_fill_((self._positions < back)[:, None], 0)
         return found
 
@@ -356,7 +356,8 @@ class PackedDelta:
             gradients.convolution[:, place].add_((d_mixed * one.float()).sum(0))
             back = shape.width - 1 - place
             sent = (d_mixed * weights.convolution[:, place].float())[back:]
-            dx[: len(dx) - back] += sent.masked_fill((self._positions[back:] < back)[:, None], 0)
+            sent.masked_fill_((self._positions[back:] < back)[:, None], 0)
+            dx[: len(sent)] += sent
         return DeltaInputs(dx, da, db).map(lambda one: one.to(inputs.x.dtype))
 
 

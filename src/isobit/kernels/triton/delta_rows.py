@@ -108,7 +108,7 @@ def _rows_kernel(
     inside = is_there & (i < size)
     channel = tl.where(is_key, 0, 2 * KH * DK) + head * size + i
     n = tl.load(OWNER + t, mask=is_there, other=0)
-    position = tl.load(POSITION + n)
+    position = tl.load(POSITION + n).to(tl.int64)  # which times channels is more than int32 holds
     row = (t - tl.load(TOKEN + n)).to(tl.int32)  # among the new ones
     total = tl.zeros([VECTORS, 1 << LEVELS], tl.float32)
     if INPUTS is not None:

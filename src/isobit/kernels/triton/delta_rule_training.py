@@ -154,13 +154,14 @@ class PackedDeltaRule:
             gradients.convolution[:, place].add_((d_mixed * one.float()).sum(0))
             back = shape.width - 1 - place
             sent = (d_mixed * factor)[back:]
-            dx[: len(dx) - back] += sent.masked_fill((self._positions[back:] < back)[:, None], 0)
+            sent.masked_fill_((self._positions[back:] < back)[:, None], 0)
+            dx[: len(sent)] += sent
         return DeltaInputs(dx, da, db).map(lambda one: one.to(x.dtype))
 
     def _shifted(self, x: torch.Tensor, back: int) -> torch.Tensor:
         """x of the token so many places before each; zeros in front of a sequence."""
         found = torch.zeros_like(x)
-        found[back:] = x[: len(x) - back]
+        found[back:] = x[: max(0, len(x) - back)]
         return found.masked_fill_((self._positions < back)[:, None], 0)
 
 
