@@ -6,6 +6,7 @@ Products are added up as FP32 does on a card: a chain of ``fma`` in ascending or
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # (Triton's types know neither plain numbers for constants nor what a kernel calls)
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,8 @@ def accuracy() -> None:
     prepare()
     check_output(OTHER, [70, 1])
     check_backward(OTHER, [140, 1, 64])
+    check_backward(SHAPE, [2])  # shorter than the convolution
+    check_backward(replace(SHAPE, width=9), [3, 2])
 
 
 def forms() -> None:

@@ -285,15 +285,14 @@ def experts_backward(
     as_bytes = products.as_bytes
     wide, narrow = (expert_site(weight, num_experts) for weight in (gate_up, down))
     d_outputs, d_weights = _weigh(dy, saved.outputs, dispatch, routing.weights)
-    d = output_gradient(d_outputs, narrow, as_bytes)
+    d, activation = output_gradient(d_outputs, narrow, as_bytes), None
     if grads is not None:
         if grads.down_bias is not None:
             _add_bias_gradient(d_outputs, dispatch, grads.down_bias)
         activation = swiglu_saved(saved.gate_up, narrow, gate, as_bytes)
         wgrad(products, d.tokens, activation, grads.down, narrow, dispatch)
-        del activation
     d_activation = _dgrad(products, d.rows, down, dispatch)
-    del d_outputs
+    del d_outputs, activation
     if grads is None or grads.gate_up_bias is None:
         d = swiglu_backward(d_activation, saved.gate_up, wide, gate, as_bytes)
         del d_activation
