@@ -16,6 +16,7 @@ from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.rules import check_run, check_sft
 from isobit.models.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
+from isobit.models.config import Lora
 from isobit.models.layers import Weights
 from isobit.models.policy import Policy
 from isobit.models.safetensors import TensorFile
@@ -24,6 +25,7 @@ from isobit.run.loop import train
 from isobit.run.sft import sft
 from isobit.util.errors import CheckpointError, ConfigError, MismatchError, ModelError
 from tests.models.policies import delta_nets, small_experts
+from tests.run.test_recorded_flow import as_recorded_before
 from tests.tiny import json_lines, save_tiny, tiny_model, with_sections
 
 LORA = {"rank": 8, "targets": "all-linear"}
@@ -144,6 +146,24 @@ def test_so_has_that_of_a_hybrid_whose_delta_nets_learn(
     masters = TensorFile(whole.output / "checkpoints" / "step_000003" / "masters.safetensors")
     for path in ("in_proj", "gates", "out_proj"):
         assert bool(masters[f"layers.0.{path}.lora_B.weight"].any())
+
+
+def test_all_linears_of_a_run_of_an_earlier_version_are_those_that_it_had(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    def said_all(table: dict[str, Any]) -> None:
+        table["targets"] = ["all-linear"]
+
+    shape = tiny_model(family="qwen3_5_text", num_layers=2, **delta_nets("qwen3_5_text", 2))
+    model = str(save_tiny(tmp_path / "hybrid", shape))
+    steps = [{"steps": count, "schedule": "constant"} for count in (1, 2)]
+    targets = {"rank": 4, "targets": list(LORA_TARGETS)}
+    few = make_config(model=model, lora=targets, training=steps[0])
+    train(few)
+    as_recorded_before(few.output, said_all, "lora")
+    every = {"rank": 4, "targets": "all-linear"}
+    train(make_config(model=model, lora=every, training=steps[1]), resume=True)
+    assert find_source(few.output, 2, print).config.lora == Lora(4, 8.0, LORA_TARGETS)
 
 
 def check_resumed(whole: RunConfig, cut: RunConfig) -> None:

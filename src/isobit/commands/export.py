@@ -50,6 +50,7 @@ from isobit.run.model_source import source_config
 from isobit.store.checkpoint import MASTERS, Checkpoint, folders_by_step, read_checkpoint
 from isobit.store.directory import RunDirectory, is_run
 from isobit.store.keeper import best_on_disk
+from isobit.store.manifest import recorded_targets
 from isobit.store.newest import Say, newest_usable
 from isobit.util.disk_space import check_free, disk_errors
 from isobit.util.errors import CheckpointError, ConfigError, ModelError
@@ -224,7 +225,8 @@ def _of_checkpoint(
         else source_config(recipe.model)
     )
     if recipe.lora is not None:
-        config = replace(config, lora=Lora.of(recipe.lora, config))
+        targets = recorded_targets(record.manifest)
+        config = replace(config, lora=Lora.of(recipe.lora, config, targets))
     base = base_folder(model_folder(recipe.model))
     masters = None
     adapters = None

@@ -6,13 +6,20 @@ head [1, C] instead of lm_head. Its score is that of a sequence's last token, tr
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from isobit.config.lora import DELTA_TARGETS, FUSED_TARGETS, LORA_TARGETS, LoraConfig
+from isobit.config.lora import (
+    ALL_LINEAR,
+    DELTA_TARGETS,
+    FUSED_TARGETS,
+    LORA_TARGETS,
+    LoraConfig,
+)
 from isobit.config.model_shape import (
     MAX_HEADS,
     MAX_LAYERS,
@@ -60,8 +67,13 @@ class Lora:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @classmethod
-    def of(cls, config: LoraConfig, model: "ModelConfig") -> "Lora":
-        """Raises ModelError for a target that the model does not have."""
+    def of(
+        cls, config: LoraConfig, model: "ModelConfig", recorded: Sequence[str] | None = None
+    ) -> "Lora":
+        """The adapters that a recipe names; ``recorded`` are the targets of its run, which count
+        where the recipe says all: that were fewer in earlier versions. Raises ModelError for a
+        target that the model does not have.
+        """
         alpha = 2.0 * config.rank if config.alpha is None else config.alpha
         try:
             targets = config.modules(model.lora_targets)
@@ -69,6 +81,8 @@ class Lora:
             raise ModelError(
                 f"lora.targets is {', '.join(config.targets)}, and a {model.family} model {error}"
             ) from None
+        if recorded is not None and ALL_LINEAR in config.targets:
+            targets = tuple(name for name in targets if name in recorded)
         return cls(config.rank, alpha, targets, config.rslora)
 
     def within(self, model: "ModelConfig") -> "Lora":

@@ -3,6 +3,7 @@ weights of a shape in the recipe with a folder's tokenizer.  A reward model may 
 language model's folder.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,12 @@ class ModelSource:
         config = replace(self.described.config, value_head=True)
         return replace(self, described=replace(self.described, config=config))
 
-    def with_lora(self, config: LoraConfig | None) -> "ModelSource":
-        """The same, with adapters to be trained. Raises ConfigError where the weights are drawn or
-        the folder has adapters, ModelError for a model that cannot have any.
+    def with_lora(
+        self, config: LoraConfig | None, recorded: Sequence[str] | None = None
+    ) -> "ModelSource":
+        """The same, with adapters to be trained; ``recorded`` as in ``Lora.of``. Raises ConfigError
+        where the weights are drawn or the folder has adapters, ModelError for a model that cannot
+        have any.
         """
         if config is None:
             return self
@@ -67,7 +71,7 @@ class ModelSource:
                 "trained on; leave [lora] out, or name their base as the model"
             )
         model = self.described.config
-        lora = replace(model, lora=Lora.of(config, model))
+        lora = replace(model, lora=Lora.of(config, model, recorded))
         return replace(self, described=replace(self.described, config=lora))
 
     def load(

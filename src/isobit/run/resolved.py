@@ -34,6 +34,7 @@ from isobit.run.plan import AnyPlan
 from isobit.run.reward_models import reward_model_folders
 from isobit.store.checkpoint import MANIFEST, folders_by_step
 from isobit.store.directory import RunDirectory
+from isobit.store.manifest import recorded_targets
 from isobit.util.errors import ConfigError
 from isobit.util.plain_files import read_plain
 
@@ -87,7 +88,26 @@ def as_begun(
     folder = recipe.source.described.folder
     known = partial(_saved_date, RunDirectory(config.output)) if resume else lambda: None
     folders = recipe.reward_models.values()
-    return replace(recipe, config=with_date_of(config, folder, folders, world, known))
+    config = with_date_of(config, folder, folders, world, known)
+    source = with_targets_of_run(recipe.source, config, world) if resume else recipe.source
+    return replace(recipe, config=config, source=source)
+
+
+def with_targets_of_run(
+    source: ModelSource, config: RunConfig | SftConfig, world: World = ALONE
+) -> ModelSource:
+    """The model with the adapters that the run in its directory has."""
+
+    def recorded() -> Sequence[str] | None:
+        with suppress(OSError, ValueError, RecursionError):
+            return recorded_targets(json.loads(read_plain(RunDirectory(config.output).manifest)))
+        return None
+
+    if config.lora is None:
+        return source
+    model = replace(source.described.config, lora=None)
+    plain = replace(source, described=replace(source.described, config=model))
+    return plain.with_lora(config.lora, broadcast(world, recorded))
 
 
 def with_date_of(

@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
@@ -50,6 +50,14 @@ def manifest(run: TrainingRun, hosts: Sequence[str]) -> dict[str, Any]:
         "precision": precision_graph(policy.flow, engine is None or "engine" not in engine),
         "config": run.config.model_dump(mode="json"),
     }
+
+
+def recorded_targets(manifest: Mapping[str, Any]) -> Sequence[str] | None:
+    """The linears that a run's manifest says have adapters; None where it says nothing."""
+    found: Any = manifest
+    for key in ("model", "config", "lora", "targets"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, list) else None
 
 
 def _parameters(policy: Policy) -> dict[str, int]:
