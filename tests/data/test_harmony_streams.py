@@ -117,6 +117,12 @@ def test_a_header_that_names_a_recipient_is_a_call_wherever_it_does(header: str)
     assert answer([f"{header}{{}}"]) == "{}"
 
 
+def test_two_channels_of_one_header_are_text_behind_which_a_call_may_stand() -> None:
+    ahead = "<|channel|>analysis<|channel|>4<|end|>"
+    assert read_turn(f"{ahead}{CALL}{{}}", "harmony", ADDING, False) == Said(ahead, [NONE])
+    assert answer([f"{ahead}{FINAL}2"]) == "<|channel|>analysis<|channel|>42"
+
+
 @pytest.mark.parametrize("blank", ["", "\n"])
 def test_a_call_without_arguments_counts_once_its_turn_has_ended(blank: str) -> None:
     def calls(text: str, has_ended: bool, form: Any = "harmony") -> list[Parsed]:

@@ -33,7 +33,7 @@ _HEADER = re.compile(
     rf"(?:(?P<channel><\|channel\|>)(?P<behind>{_PART}))?+"
     rf"(?:<\|constrain\|>(?P<content>{_PART}))?+"
     r"(?:(?P<message><\|message\|>)|(?=<\|(?:end|call|return|start)\|>)"
-    rf"|(?P<open>{'|'.join(map(begun, _TOKENS))}|\Z))"
+    rf"|(?P<open>(?:{'|'.join(map(begun, _TOKENS))})?+\Z))"
 )
 """Matches a header up to its message, or to what ends it without one, or to the text's end."""
 _TO = re.compile(r"(?<!\S)to=\s*+(?P<name>\S++)")
