@@ -106,6 +106,38 @@ def test_a_turn_goes_on_with_what_the_user_says(family: str) -> None:
     assert len({tuple(one for one in ids if one in special) for ids in found}) == 1
 
 
+@pytest.mark.parametrize(
+    "read", ["", "{% set ns = namespace(thinking=thinking) %}{{ ns.thinking }}"]
+)
+@pytest.mark.parametrize("speaker", ["tool", "user"])
+def test_a_variable_named_as_a_thought_is_no_key_of_messages(speaker: Any, read: str) -> None:
+    """DeepSeek-V3.1's template drops thoughts, which stand in the content of its messages."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("qwen2_5").backend_tokenizer)
+    chat, stops = ChatConfig(), stops_of(tokenizer)
+    template = """{% if not thinking is defined %}{% set thinking = false %}{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ CONTENT }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+    template = read + template
+    tokenizer.chat_template = template.replace("CONTENT", "m.content")
+    Continuation(tokenizer, chat, "hermes", TOOLS, stops, [speaker])
+    dropping = "m.content if loop.last else m.content.split('</think>')[-1]"
+    tokenizer.chat_template = template.replace("CONTENT", dropping)
+    with pytest.raises(ConfigError, match=r"cannot be continued: .*<think>.* became"):
+        Continuation(tokenizer, chat, "hermes", TOOLS, stops, [speaker])
+
+
+@pytest.mark.parametrize("name", ["\ud800", "x" * 5000, "nul\0"])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3", "mistral_nemo", "llama3_1"])
+def test_a_name_that_no_tool_has_is_not_written(family: str, name: str) -> None:
+    made, ended = continuation(family), stops_of(tokenizer_of(family))[-1]
+    text = str(tokenizer_of(family).decode(made.token_ids(["error"], ended, names=[name])))
+    assert name not in text and "error" in text
+    assert text == tokenizer_of(family).decode(made.token_ids(["error"], ended, names=["isobit"]))
+
+
 def test_a_template_that_writes_what_no_tokenizer_reads_is_refused() -> None:
     tokenizer = tokenizer_of("smollm2")
     before = str(tokenizer.chat_template)

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from isobit.cli.chat import _without_analysis
 from isobit.config.data import ChatConfig
 from isobit.data.chat_template import rendered
 from isobit.data.continuation import Continuation
@@ -250,16 +249,3 @@ def test_the_ends_of_an_answer_and_of_a_call_end_completions_whatever_a_folder_n
     tokenizer_of("phi4").save_pretrained(tmp_path / "other")
     other = load_tokenizer(tmp_path / "other")
     assert stop_token_ids(other, tmp_path / "other") == (other.get_vocab()["<|end|>"],)
-
-
-def test_a_chat_in_the_terminal_goes_on_with_the_answer_alone() -> None:
-    """The template refuses channels in a message."""
-
-    class Model:
-        tokenizer = tokenizer_of("gpt_oss")
-
-    model: Any = Model()
-    answer = _without_analysis(f"{ANALYSIS}Hm.{NEXT}{FINAL}42", model)
-    assert answer == "42"
-    model.tokenizer = tokenizer_of("qwen3")
-    assert _without_analysis(f"{FINAL}42", model) == f"{FINAL}42"

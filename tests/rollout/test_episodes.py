@@ -456,7 +456,7 @@ def test_each_turn_is_read_as_what_stands_ahead_of_it_has_begun_it(
         ahead.append(text)
         return len(text) % 2 == 0
 
-    def reading(turn: str, form: str, tools: Sequence[str], is_thinking: bool) -> Said:
+    def reading(turn: str, form: str, tools: Sequence[str], is_thinking: bool, *_: bool) -> Said:
         read.append(is_thinking)
         return Said(turn, [] if len(turn) == 8 else [ToolCall("add", {})])
 

@@ -186,3 +186,13 @@ def test_a_conversation_with_calls_by_the_client(server: Running) -> None:
 
 def _numbers(message: Any) -> list[int]:
     return [json.loads(call.function.arguments)["a"] for call in message.tool_calls]
+
+
+@pytest.mark.parametrize(("reason", "count"), [("stop", 1), ("length", 0)])
+def test_a_call_that_is_cut_ahead_of_its_arguments_is_none(reason: Any, count: int) -> None:
+    """It stays text, of which a header is no part."""
+    part = ChoicePart(0, f"{SAYS}I add.{NEXT}{CALL}", finish_reason=reason)
+    found = form("harmony").choice(ScoredPrompt("x", (1, 2)), part)
+    assert len(found["message"].get("tool_calls", [])) == count
+    assert found["finish_reason"] == ("tool_calls" if count else "length")
+    assert found["message"]["content"] == "I add."

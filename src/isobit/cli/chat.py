@@ -3,6 +3,7 @@
 import io
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from isobit.cli.options import SAMPLING, Command, also_keys, option, set_threads
@@ -13,6 +14,7 @@ from isobit.util.terminal import say
 
 if TYPE_CHECKING:
     from isobit.config.commands import ServeConfig
+    from isobit.data.harmony import AnswerReader
     from isobit.models.folder import SamplingModel
     from isobit.records.messages import Message
     from isobit.rollout.native import NativeEngine
@@ -91,7 +93,7 @@ def _converse(
     for text in _lines_said():
         messages.append({"role": "user", "content": text})
         try:
-            answer = _without_analysis(_say_answer(engine, _turn(messages, model, settings)), model)
+            answer = _say_answer(engine, *_turn(messages, model, settings))
         except (DataError, IsobitError) as error:
             say(f"isobit: {error}")
             messages.pop()
@@ -99,40 +101,47 @@ def _converse(
         messages.append({"role": "assistant", "content": answer})
 
 
-def _without_analysis(answer: str, model: "SamplingModel") -> str:
-    """An answer as later turns see it: gpt-oss's template refuses its channels."""
-    from isobit.data.harmony import AnswerReader, writes_harmony
-
-    if not writes_harmony(model.tokenizer):
-        return answer
-    return AnswerReader(is_thinking=False).feed(answer, is_last=True)
-
-
 def _turn(
     messages: "Sequence[Message]", model: "SamplingModel", settings: "ServeConfig"
-) -> "Request":
-    """Raises DataError for a conversation that does not fit the context or the template."""
+) -> "tuple[Request, AnswerReader | None, bool]":
+    """The next turn, gpt-oss's reader of it, whose special tokens are always drawn as text, and
+    whether headers and thinking are hidden.
+
+    Raises DataError for a conversation that does not fit the context or the template.
+    """
+    from isobit.data.harmony import AnswerReader, writes_harmony
     from isobit.data.prompts import prompts_of_rows
     from isobit.data.sources import Row
+    from isobit.records.text import ends_in_thinking
     from isobit.rollout.requests import Request
 
     row = Row(tuple(messages), {}, "the conversation")
     (prompt,) = prompts_of_rows(
         "turn", [row], model.tokenizer, settings.data, context_tokens=model.context
     )
-    return Request(prompt, len(messages), 1, model.sampling(settings.rollout))
+    sampling = model.sampling(settings.rollout)
+    if not writes_harmony(model.tokenizer):
+        return Request(prompt, len(messages), 1, sampling), None, False
+    hides, sampling = not sampling.special_tokens, replace(sampling, special_tokens=True)
+    reader = AnswerReader(ends_in_thinking(prompt.text))
+    return Request(prompt, len(messages), 1, sampling), reader, hides
 
 
-def _say_answer(engine: "NativeEngine", request: "Request") -> str:
-    """Print an answer as it is drawn; Ctrl-C ends it where it stands."""
+def _say_answer(
+    engine: "NativeEngine", request: "Request", reader: "AnswerReader | None", hides: bool
+) -> str:
+    """Print an answer as it is drawn; Ctrl-C ends it where it stands. Returns it as later turns see
+    it: gpt-oss's template refuses its channels.
+    """
     from isobit.observe.console import printable
 
     ((handle,),) = engine.submit([request], "text")
     parts = list[str]()
 
-    def show(text: str) -> None:
-        parts.append(text)
-        print(printable(text), end="", flush=True)
+    def show(text: str, is_last: bool = False) -> None:
+        answer = text if reader is None else reader.feed(text, is_last)
+        parts.append(answer)
+        print(printable(answer if hides else text), end="", flush=True)
 
     try:
         while engine.num_live:
@@ -141,5 +150,6 @@ def _say_answer(engine: "NativeEngine", request: "Request") -> str:
     except KeyboardInterrupt:
         for event in engine.abort([handle]):
             show(event.text)
+    show("", is_last=True)
     print()
     return "".join(parts)

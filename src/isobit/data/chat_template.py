@@ -7,6 +7,7 @@ operations make is bounded (``isobit.data.template_limits``).
 """
 
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -112,6 +113,16 @@ def reads_key(tokenizer: PreTrainedTokenizerBase, key: str) -> bool:
     quoted = (f"'{key}'", f'"{key}"')
     written = any(one in template for template in _templates(tokenizer) for one in quoted)
     return written or mentions(tokenizer, key)
+
+
+def reads_of_messages(tokenizer: PreTrainedTokenizerBase, key: str) -> bool:
+    """Whether a chat template reads ``key`` as an attribute or by its quoted name, as it reads the
+    keys of messages; a variable of that name does not count.
+    """
+    read = re.compile(
+        rf"\.\s*{key}\b|(?:\[\s*|get\(\s*)(['\"]){key}\1|(['\"]){key}\2\s+(?:not\s+)?in\b"
+    )
+    return any(read.search(template) for template in _templates(tokenizer))
 
 
 _TEMPLATES = ("tokenizer_config.json", "*chat_template*", "additional_chat_templates/*")

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from isobit.config.data import ChatConfig
 from isobit.config.environment import ToolFormat
-from isobit.data.chat_template import mentions, rendered
+from isobit.data.chat_template import reads_of_messages, rendered
 from isobit.data.encoding import quoted, quoted_values, token_ids, unmarked
 from isobit.data.prompts import prompts_of_rows
 from isobit.data.sources import row_of
@@ -60,8 +60,8 @@ class Continuation:
         self._chat = chat
         self._form = form
         self._tools = tools
-        known = [*parameters_of(tools)]
-        self._name: str = known[0] if len(known) == 1 else _SAID
+        self._known = [*parameters_of(tools)]
+        self._name: str = self._known[0] if len(self._known) == 1 else _SAID
         self._stops = {token: str(tokenizer.decode([token])) for token in stop_token_ids}
         self._is_templated = chat.chat and bool(tokenizer.chat_template)
         self._checked = set[Speaker]()
@@ -79,18 +79,20 @@ class Continuation:
         """The tokens behind a turn that ended with the stop token ``ended`` (None: by a stop
         string), up to where the model draws again.  ``results`` are texts of tools, in the order
         of the calls, and ``spoken`` those of the user behind them; control tokens that they spell
-        are ordinary characters.  ``names`` are those of the tools that were called, for templates
-        that write the name ahead of a result; the only tool's where it is not known.
+        are ordinary characters.  ``names`` are those that the model called, for templates that
+        write the name ahead of a result: the first, or a placeholder if it is no tool's; without
+        names the only tool's.
 
         Raises ConfigError where the user has spoken first, in a template that cannot continue that.
         """
         if self._is_templated:
             if (speaker := "tool" if results else "user") not in self._checked:
                 self._check(speaker)
-            name = next(filter(None, names), self._name)
+            called = next(filter(None, names), self._name)
+            name = called if called in self._known else _SAID
             users: list[Message] = [{"role": "user", "content": one} for one in spoken]
             said = [*self._results(results, name), *users]
-            _, stop, text = self._next_turn([self._answer(speaker, name)], said)
+            _, stop, text = self._next_turn([self._answers(speaker, name)[0]], said)
         else:
             stop = self._stops[ended] if ended in self._stops else next(iter(self._stops.values()))
             spelling = "".join([*(f"[{result}]" for result in results), *spoken])
@@ -135,9 +137,9 @@ class Continuation:
             )
         return both[len(first) :]
 
-    def _answer(self, speaker: Speaker, name: str) -> Message:
+    def _answers(self, speaker: Speaker, name: str) -> list[Message]:
         """A turn that ``speaker`` answers, perhaps with a call of the tool ``name``, and with a
-        thought if the template knows thoughts.
+        thought if the template knows thoughts: in each of the places that it reads them from.
         """
         message: dict[str, Any] = {"role": "assistant", "content": ""}
         if self._form == "plain" or speaker == "user":
@@ -146,12 +148,12 @@ class Continuation:
             function = {"name": name, "arguments": {}}
             call = {"type": "function", "id": _CALL_ID, "function": function}
             message["tool_calls"] = [call]
-        keys = [one for one in _THOUGHTS if mentions(self._tokenizer, one)]
-        if keys:
-            message |= dict.fromkeys(keys, _SAID)
-        elif self._thinks:
-            message["content"] = f"<think>\n{_SAID}\n</think>\n\n{message['content']}"
-        return message
+        keys = [one for one in _THOUGHTS if reads_of_messages(self._tokenizer, one)]
+        found: list[Message] = [message | dict.fromkeys(keys, _SAID)] if keys else []
+        if self._thinks:
+            content = f"<think>\n{_SAID}\n</think>\n\n{message['content']}"
+            found.append(message | {"content": content})
+        return found or [message]
 
     @property
     def _thinks(self) -> bool:
@@ -213,8 +215,13 @@ class Continuation:
 
     def _check(self, speaker: Speaker) -> None:
         """Refuse a template that does not continue what it has rendered, turn by turn."""
-        answer, spoken = self._answer(speaker, self._name), [{"role": "user", "content": "1"}]
+        spoken: list[Message] = [{"role": "user", "content": "1"}]
         said = self._results(["1", "2"], self._name) if speaker == "tool" else spoken
+        for answer in self._answers(speaker, self._name):
+            self._check_answer(answer, said)
+        self._checked.add(speaker)
+
+    def _check_answer(self, answer: Message, said: Sequence[Message]) -> None:
         before, stop, behind = self._next_turn([answer], said)
         _, _, later = self._next_turn([answer, answer], said)
         if later != behind:
@@ -226,7 +233,6 @@ class Continuation:
                 f"{unmarked(behind)!r:.80} is not tokenised alone as it is in the whole; such a "
                 "conversation cannot be continued in tokens"
             )
-        self._checked.add(speaker)
 
 
 def _rewrites(what: str, before: str, after: str) -> ConfigError:

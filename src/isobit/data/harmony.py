@@ -3,35 +3,42 @@
     <|channel|>analysis<|message|>I add.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}
 
-A message whose header names a recipient is a call, in whichever channel it is; gpt-oss's templates
-write the recipient ahead of the channel. <|call|> ends it and the turn, which so has one call.
-Nothing in the text of a message is a call.
+A message whose header names a recipient is a call, in whichever channel it is and wherever in the
+header; gpt-oss's templates write the recipient ahead of the channel. <|call|> ends it and the turn,
+which so has one call.  Nothing in the text of a message is a call.
 """
 
 import re
 from collections.abc import Collection
-from dataclasses import replace
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from isobit.data.call_values import json_at, shown_at
 from isobit.data.parsed_calls import MalformedCall, Parsed, Said, begun, named_call
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CHANNEL = "<|channel|>"
 _START, _ENDS = "<|start|>", ("<|end|>", "<|call|>", "<|return|>")
 _NAMESPACE = "functions."
 _SPEAKERS = frozenset({"assistant", "user", "all"})
 """Recipients that are no tools."""
+_LONGEST = 400
+"""Characters of a part of a header; a longer one is text."""
+_PART = rf"[^<]{{0,{_LONGEST}}}+"
+_TOKENS = (*_ENDS, _START, CHANNEL, "<|constrain|>", "<|message|>")
 _HEADER = re.compile(
-    r"\s*+(?:(?P<start><\|start\|>)\s*+(?P<role>[^\s<]*+)\s*+)?+"
-    r"(?:to=(?P<ahead>[^\s<]++)\s*+)?+"
-    r"(?:(?P<channel><\|channel\|>)\s*+(?!to=)(?P<name>[^\s<]*+)\s*+(?:to=(?P<behind>[^\s<]++)\s*+)?+)?+"
-    r"(?P<rest>[^<]*+)(?:<\|constrain\|>[^<]*+)?+"
+    rf"\s*+(?P<start><\|start\|>)?+(?P<ahead>{_PART})"
+    rf"(?:(?P<channel><\|channel\|>)(?P<behind>{_PART}))?+"
+    rf"(?:<\|constrain\|>(?P<content>{_PART}))?+"
     r"(?:(?P<message><\|message\|>)|(?=<\|(?:end|call|return|start)\|>)"
-    r"|(?P<open>(?:<(?:\|\w*+\|?+)?+)?+\Z))"
+    rf"|(?P<open>(?:{'|'.join(map(begun, _TOKENS))})?+\Z))"
 )
 """Matches a header up to its message, or to what ends it without one, or to the text's end."""
+_TO = re.compile(r"(?<!\S)to=\s*+(?P<name>\S++)")
+_NAME = re.compile(r"\s*+\w*+\s*+")
+_WORD = re.compile(r"\s*+(?!to=)(?P<word>\S*+)\s*+")
 _OVER = re.compile(
     rf"(?P<over>{'|'.join(map(re.escape, _ENDS))})|(?P<next>(?={re.escape(_START)}))"
     rf"|(?<!\s)\s++(?:(?P<behind>(?={re.escape(_START)}))|{begun(_START)}|\Z)"
@@ -54,30 +61,32 @@ class HarmonyReader:
         """Whether the held text begins in that of a message, rather than in a header."""
         self._held: list[str] = []
         self._holds_call = False
+        self._is_blank = True
 
     @property
     def held(self) -> str:
         return "".join(self._held)
 
     def feed(self, text: str) -> str:
-        if self._holds_call:
+        if self._holds_call or (self._is_blank and text.isspace()):
             self._held.append(text)
             return ""
         text = self.held + text
         header, place = self._next(text, 0)
         self._held = [text[place:]]
         self._holds_call = header is not None and header["open"] is None
+        self._is_blank = not text[place:].strip()
         return text[:place]
 
-    def finish(self) -> Said:
+    def finish(self, has_ended: bool = True) -> Said:
         text, begin, count = self.held, 0, 0
         calls: list[Parsed] = []
         header, place = self._next(text, 0)
-        while header is not None and _recipient(header):
+        while header is not None and _is_named(header):
             count += 1
             if not calls:
                 begin = place
-                call, place = self._call(header)
+                call, place = self._call(header, has_ended)
                 calls.append(call)
             else:
                 place = header.end()
@@ -108,7 +117,7 @@ class HarmonyReader:
             elif text.startswith(_START, place):
                 place += len(_START)
 
-    def _call(self, header: re.Match[str]) -> tuple[Parsed, int]:
+    def _call(self, header: re.Match[str], has_ended: bool) -> tuple[Parsed, int]:
         """The call that a header begins, and where it ends."""
         recipient, text = _recipient(header), header.string
         name, place = recipient.removeprefix(_NAMESPACE), header.end()
@@ -120,7 +129,9 @@ class HarmonyReader:
             return MalformedCall(problem, name), place
         begin = _BLANK.match(text, place)
         place = begin.end() if begin else place
-        is_empty = place == len(text) or bool(_OVER.match(text, place))
+        if place == len(text) and not has_ended:
+            return MalformedCall("the turn was cut ahead of the call's arguments", name), place
+        is_empty = place == len(text) or bool(_ENDED.match(text, place))
         value, problem, end = (None, "", place) if is_empty else json_at(text, place)
         behind = _BLANK.match(text, end)
         end = behind.end() if behind else end
@@ -130,41 +141,97 @@ class HarmonyReader:
         return (replace(call, name=name) if isinstance(call, MalformedCall) else call), end
 
 
-class AnswerReader:
-    """Leaves the channel ``analysis`` and all headers out of a turn that arrives in pieces; text
-    without them stays as it is. ``is_thinking`` is as for ``HarmonyReader``.
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Text of one message, or of a header that has no message."""
+
+    text: str
+    message: int
+    """The number of the message in the turn."""
+    channel: str
+    is_call: bool
+
+
+class _MessageReader:
+    """Tells the messages of a turn that arrives in pieces apart; text without a header is one of a
+    channel without a name.
     """
 
     def __init__(self, is_thinking: bool) -> None:
-        self._is_inside, self._is_shown, self._held = is_thinking, not is_thinking, ""
+        self._is_inside = is_thinking
+        self._now = _Piece("", 0, "analysis" if is_thinking else "", is_call=False)
+        self._held: list[str] = []
+        self._is_blank = True
 
-    def feed(self, text: str, is_last: bool) -> str:
-        """Take more of the turn, and give back what is seen of it so far; with ``is_last`` all."""
-        text, place, seen = self._held + text, 0, list[str]()
+    def feed(self, text: str, is_last: bool) -> list[_Piece]:
+        """Take more of the turn, and give back what of it belongs to a message; with ``is_last``
+        all.
+        """
+        if self._is_blank and text.isspace() and not is_last:
+            self._held.append(text)
+            return []
+        text, place, pieces = "".join(self._held) + text, 0, list[_Piece]()
         while True:
             if self._is_inside:
                 over = _OVER.search(text, place)
                 assert over is not None  # the end of the text fits
                 is_over = over.lastgroup is not None
                 end = len(text) if is_last and not is_over else over.start()
-                seen.append(text[place:end] if self._is_shown else "")
+                pieces.append(replace(self._now, text=text[place:end]))
                 if not is_over:
-                    self._held = text[end:]
-                    return "".join(seen)
+                    return self._hold(text[end:], pieces)
                 place, self._is_inside = over.end(), False
             header = _header_at(text, place)
-            if header is not None and header["open"] is not None:
-                self._held = text[place:]
-                return "".join(seen)
+            if header is not None and header["open"] is not None and not is_last:
+                return self._hold(text[place:], pieces)
             self._is_inside = True
-            if header is not None:
-                self._is_shown = header["name"] != "analysis" or bool(_recipient(header))
-                place = header.end()
-            elif text.startswith(_START, place):
-                place += len(_START)
+            number = self._now.message + 1
+            if header is None or (header["open"] is not None and not _is_marked(header)):
+                self._now = _Piece("", number, "", is_call=False)
+                place += len(_START) if text.startswith(_START, place) else 0
+                continue
+            self._now = _Piece("", number, _channel(header), bool(_recipient(header)))
+            place = header.end()
+            if not header["message"]:
+                pieces.append(replace(self._now, text=_unsent(header)))
+
+    def _hold(self, text: str, pieces: list[_Piece]) -> list[_Piece]:
+        self._held, self._is_blank = [text], not text.strip()
+        return pieces
 
 
-def writes_harmony(tokenizer: PreTrainedTokenizerBase) -> bool:
+class AnswerReader:
+    """Leaves the channel ``analysis`` and all headers out of a turn that arrives in pieces; text
+    without them stays as it is, and so does what a header holds that has no message, beside its
+    names. ``is_thinking`` is as for ``HarmonyReader``.
+    """
+
+    def __init__(self, is_thinking: bool) -> None:
+        self._messages = _MessageReader(is_thinking)
+
+    def feed(self, text: str, is_last: bool) -> str:
+        """Take more of the turn, and give back what is seen of it so far; with ``is_last`` all."""
+        pieces = self._messages.feed(text, is_last)
+        return "".join(one.text for one in pieces if one.channel != "analysis" or one.is_call)
+
+
+def final_answer(text: str, is_thinking: bool) -> str | None:
+    """The last message of the channel ``final`` in a turn; None where there is none."""
+    pieces = _MessageReader(is_thinking).feed(text, is_last=True)
+    final = [one for one in pieces if one.channel == "final" and not one.is_call]
+    if not final:
+        return None
+    return "".join(one.text for one in final if one.message == final[-1].message)
+
+
+def begins_in_harmony(text: str) -> bool:
+    """Whether a turn begins with a header, or with the tokens that begin one."""
+    header = _header_at(text, 0)
+    is_marked = header is not None and _is_marked(header)
+    return is_marked or text.lstrip().startswith((CHANNEL, _START))
+
+
+def writes_harmony(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Whether the chat template writes messages and calls in harmony."""
     templates: Any = tokenizer.chat_template
     texts = templates.values() if isinstance(templates, dict) else [str(templates or "")]
@@ -178,14 +245,48 @@ _ENDED = re.compile("|".join(map(re.escape, (*_ENDS, _START))))
 def _header_at(text: str, place: int) -> re.Match[str] | None:
     """The header that begins at ``place``, or may do so with more text."""
     header = _HEADER.match(text, place)
-    if header is None or header["start"] or header["ahead"] or header["channel"]:
+    if header is None or header["start"]:
         return header
-    is_begun = header["open"] is not None and header["rest"].strip() in ("", "t", "to")
-    return header if is_begun else None
+    ahead = header["ahead"].strip()
+    if header["channel"] or header["message"] or header["content"] is not None:
+        is_header = bool(_TO.match(ahead)) or (not ahead and bool(header["channel"]))
+    else:
+        is_begun = ahead in ("", "t", "to") or ahead.startswith("to=")
+        is_header = header["open"] is not None and is_begun
+    return header if is_header else None
+
+
+def _is_marked(header: re.Match[str]) -> bool:
+    """Whether a token of harmony stands in a header; else it may be other text that ends there."""
+    return any(header[one] is not None for one in ("start", "channel", "content", "message"))
+
+
+def _is_named(header: re.Match[str]) -> bool:
+    return _is_marked(header) and bool(_recipient(header))
+
+
+def _channel(header: re.Match[str]) -> str:
+    found = _WORD.match(header["behind"] or "")
+    return found["word"] if found else ""
 
 
 def _recipient(header: re.Match[str]) -> str:
     """The tool that a header of the assistant names; empty for none."""
-    named = header["behind"] or header["ahead"] or ""
-    is_own = header["role"] in (None, "", "assistant")
-    return named if is_own and named not in _SPEAKERS else ""
+    role = _WORD.match(header["ahead"]) if header["start"] else None
+    if role is not None and role["word"] not in ("", "assistant"):
+        return ""
+    parts = (header[one] or "" for one in ("behind", "ahead", "content"))
+    named = next((found["name"] for found in map(_TO.search, parts) if found), "")
+    return "" if named in _SPEAKERS else named
+
+
+def _unsent(header: re.Match[str]) -> str:
+    """The text that a header without a message holds: all of a call, which cannot be read, and else
+    what stands behind the names.
+    """
+    if _recipient(header):
+        return header[0]
+    parts = [header[one] or "" for one in ("ahead", "behind", "content")]
+    ends = [found.end() for part in parts if (found := _NAME.match(part))]
+    rest = [part[end:] for part, end in zip(parts, ends, strict=True)]
+    return "".join([*rest, header["open"] or ""])

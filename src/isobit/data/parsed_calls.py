@@ -54,8 +54,10 @@ class TurnReader(Protocol):
         """
         ...
 
-    def finish(self) -> Said:
-        """The text and the calls of the held text, once the turn has ended."""
+    def finish(self, has_ended: bool = True) -> Said:
+        """The text and the calls of the held text, once the turn has ended, or, without
+        ``has_ended``, was cut.
+        """
         ...
 
 

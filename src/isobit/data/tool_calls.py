@@ -75,7 +75,11 @@ def _properties(function: Mapping[str, Any]) -> Parameters:
 
 
 def read_turn(
-    text: str, form: ToolFormat, tools: Mapping[str, Parameters], is_thinking: bool
+    text: str,
+    form: ToolFormat,
+    tools: Mapping[str, Parameters],
+    is_thinking: bool,
+    has_ended: bool = True,
 ) -> Said:
     """Read one turn of a model: its text, and its calls in their order.
 
@@ -83,10 +87,11 @@ def read_turn(
         text: the turn with its special tokens, but for the one that ended it.
         tools: the parameters of the request's tools, by name.
         is_thinking: whether the prompt ends in the beginning of the model's thinking.
+        has_ended: whether the model has ended the turn, rather than the length limit.
     """
     reader = turn_reader(form, tools, is_thinking)
     begin = reader.feed(text)
-    rest = reader.finish()
+    rest = reader.finish(has_ended)
     return Said(begin + rest.text, rest.calls)
 
 
@@ -130,7 +135,7 @@ class _TagReader:
         self._held, self._holds_call = [text[end:]], event.lastgroup is not None
         return text[:end]
 
-    def finish(self) -> Said:
+    def finish(self, has_ended: bool = True) -> Said:
         text = self.held
         place = 0
         begin = 0
@@ -150,6 +155,9 @@ class _TagReader:
             begin = begin if calls else event.start()
             calls += here
             self._is_start = False
+        is_cut = self._form == "mistral" and not has_ended
+        if calls and is_cut and text.rstrip().endswith("[ARGS]"):
+            calls[-1] = MalformedCall("the turn was cut ahead of the call's arguments")
         if len(calls) > MOST_CALLS:
             problem = f"a turn has at most {MOST_CALLS} calls; this one has {len(calls)}"
             calls[MOST_CALLS:] = [MalformedCall(problem)]

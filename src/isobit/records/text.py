@@ -20,15 +20,14 @@ CUT: tuple[FinishReason, ...] = ("length", "turns", "time", "failed")
 
 HARMONY = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 """The channels of gpt-oss that its thinking and its answer stand in, one after the other."""
-HARMONY_END = "<|end|>"
-"""The token that ends what stands in a channel, but an answer or a call that ends the turn."""
-THINK = re.compile(rf"<think(?:ing)?>|\[THINK\]|{re.escape(HARMONY[0])}")
-THOUGHT = re.compile(rf"</think(?:ing)?>|\[/THINK\]|{re.escape(HARMONY[1])}")
+THINK_TAG = re.compile(r"<think(?:ing)?>|\[THINK\]")
+THOUGHT_TAG = re.compile(r"</think(?:ing)?>|\[/THINK\]")
+"""``THINK_TAG`` and ``THOUGHT_TAG`` match the tags around a model's thinking."""
+THINK = re.compile(rf"{THINK_TAG.pattern}|{re.escape(HARMONY[0])}")
+THOUGHT = re.compile(rf"{THOUGHT_TAG.pattern}|{re.escape(HARMONY[1])}")
 """``THINK`` and ``THOUGHT`` match the beginning and the end of a model's thinking, which is neither
 graded nor searched for calls.
 """
-COMMENTARY = re.compile(r"<\|channel\|>commentary[^<]*+(?:<\|constrain\|>[^<]*+)?+<\|message\|>")
-"""Matches the beginning of what gpt-oss says beside its answer: words ahead of a call, or one."""
 
 
 def ends_in_thinking(prompt: str) -> bool:

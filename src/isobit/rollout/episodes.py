@@ -332,8 +332,10 @@ class Episodes:
         ahead = completion.sequence.token_ids[max(0, before - _TAIL) : before].tolist()
         is_thinking = ends_in_thinking(decode(self._tokenizer, ahead, special=True))
         if self._environments.leads and completion.finish_reason in ("stop", "length"):
-            said = self._read(turn, is_thinking) if self._tools.schemas else Said(turn, [])
-            self._follow(handle, said, completion.finish_reason == "length")
+            is_cut = completion.finish_reason == "length"
+            reads = bool(self._tools.schemas)
+            said = self._read(turn, is_thinking, is_cut) if reads else Said(turn, [])
+            self._follow(handle, said, is_cut)
             return
         if completion.finish_reason != "stop":
             self._finish(handle, completion.finish_reason)
@@ -351,8 +353,8 @@ class Episodes:
             else:
                 self._answered_at_once.append((handle, TurnAnswer()))
 
-    def _read(self, turn: str, is_thinking: bool) -> Said:
-        return read_turn(turn, self._tools.form, self._parameters, is_thinking)
+    def _read(self, turn: str, is_thinking: bool, is_cut: bool = False) -> Said:
+        return read_turn(turn, self._tools.form, self._parameters, is_thinking, not is_cut)
 
     def _follow(self, handle: Handle, said: Said, is_cut: bool) -> None:
         """Tell an environment that leads of a turn, whose calls all can be read or are text."""

@@ -178,7 +178,7 @@ class ChatFormat:
         text = reader.feed(part.text)
         if part.finish_reason is None:
             return text, []
-        held, said = reader.held, reader.finish()
+        held, said = reader.held, reader.finish(part.finish_reason != "length")
         calls = _tool_calls(said.calls, self._tools, f"{prompt.token_ids} {part.index}")
         return text + (said.text if calls else held), calls
 

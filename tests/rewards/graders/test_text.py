@@ -94,6 +94,11 @@ def found(text: str, prompt: str = "", answer: str = "boxed", read_thinking: boo
         (f"{FINAL}no<|end|><|start|>assistant \\boxed{{1}}", "no"),
         (r"<think>\boxed{1}</think>\boxed{2}<think>\boxed{3}</think>\boxed{4}", "4"),
         (r"\boxed{2}<think>\boxed{3}", "2"),
+        (f'{ANALYSIS}a<|end|><|channel|>final <|constrain|>json<|message|>{{"a":4}}', '{"a":4}'),
+        (f"{FINAL}1<|end|>{FINAL}2", "2"),
+        (f"{FINAL}2<|end|><|start|>assistant{ANALYSIS}hm", "2"),
+        (f"<think>a</think>\\boxed{{2}}{COMMENTARY}", "2"),
+        (f"4 {ANALYSIS}", f"4 {ANALYSIS}"),
     ],
 )
 def test_the_answer_stands_after_the_thinking(text: str, answer: str) -> None:
@@ -113,6 +118,16 @@ def test_the_answer_stands_after_the_thinking(text: str, answer: str) -> None:
         ("", r"<|channel|>commentary to=f <|constrain|>json<|message|>\boxed{1}"),
         ("<assistant><think>", r"\boxed{1}"),
         ("<assistant><think>\n", r"\boxed{1}"),
+        ("<assistant><think>\n", f"\\boxed{{1}}{COMMENTARY}"),
+        ("<assistant><think>\n", f"{COMMENTARY}\\boxed{{1}}{FINAL}"),
+        ("<assistant><think>\n", f"{FINAL}\\boxed{{1}}"),
+        ("", f"{COMMENTARY}\\boxed{{1}}<|end|><|start|>assistant{ANALYSIS}hm"),
+        ("", r"<|channel|>analysis to=python code<|message|>\boxed{1}"),
+        ("", r"<|channel|>foo<|message|>\boxed{1}"),
+        ("", r" to=functions.add<|channel|>commentary json<|message|>\boxed{1}"),
+        ("", r"<|channel|>final to=functions.add<|message|>\boxed{1}"),
+        ("", r"<|channel|>analysis <b>\boxed{1}"),
+        (f"<|start|>assistant{ANALYSIS}", f"a<|end|>{COMMENTARY}\\boxed{{1}}"),
     ],
 )
 def test_unfinished_thinking_is_no_answer_and_counted(prompt: str, text: str) -> None:

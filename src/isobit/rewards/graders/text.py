@@ -25,12 +25,11 @@ from functools import lru_cache
 from math import isnan
 from typing import Any
 
+from isobit.data.harmony import begins_in_harmony, final_answer
 from isobit.records.text import (
-    COMMENTARY,
     HARMONY,
-    HARMONY_END,
-    THINK,
-    THOUGHT,
+    THINK_TAG,
+    THOUGHT_TAG,
     Completion,
     Prompt,
     ends_in_thinking,
@@ -304,17 +303,25 @@ def visible(prompt: Prompt, completion: Completion, grader: str, read_thinking: 
     text = completion.text
     if read_thinking:
         return text
-    ends = list(THOUGHT.finditer(text))
-    begin = ends[-1].end() if ends else 0
-    opened = THINK.search(text, begin) or COMMENTARY.search(text, begin)
-    begun = opened is not None or (not ends and ends_in_thinking(prompt.text))
-    shown = text[begin : None if opened is None else opened.start()]
-    if ends and ends[-1][0] == HARMONY[1]:
-        shown = shown.partition(HARMONY_END)[0]
-    if begun and (opened is None or not shown.strip()):
+    is_thinking = ends_in_thinking(prompt.text)
+    ends_in_harmony = prompt.text.rstrip().endswith(HARMONY[0])
+    if ends_in_harmony or (not is_thinking and begins_in_harmony(text)):
+        shown = final_answer(text, ends_in_harmony)
+    else:
+        shown = _after_tags(text, is_thinking)
+    if shown is None:
         count(f"{grader}: unfinished thinking")
-        return ""
-    return shown
+    return shown or ""
+
+
+def _after_tags(text: str, is_thinking: bool) -> str | None:
+    """What stands behind thinking between tags; None where the thinking has not ended."""
+    ends = list(THOUGHT_TAG.finditer(text))
+    begin = ends[-1].end() if ends else 0
+    opened = THINK_TAG.search(text, begin)
+    shown = text[begin : None if opened is None else opened.start()]
+    begun = opened is not None or (not ends and is_thinking)
+    return None if begun and (opened is None or not shown.strip()) else shown
 
 
 def is_prose(text: str, accepted: tuple[str, ...]) -> bool:
