@@ -29,8 +29,6 @@ from tests.models.policies import whole_batch
 from tests.rollout.test_adapters import adapters_of, check_together
 
 ALL = Lora(8, 16.0, LORA_TARGETS)
-ADAPTED = [name for name in SHAPES if name != "phi"]
-ATTENTION = Lora(8, 16.0, ("q_proj", "k_proj", "v_proj", "o_proj"))
 SOME = Lora(33, 7.0, ("k_proj", "v_proj", "up_proj"), rslora=True)
 LENGTHS = (1, 18, 67, 300)
 OPTIONS = VerifyOptions(prompts=6, samples=2, max_new_tokens=16)
@@ -190,12 +188,12 @@ def policy_of(shape: str, preset: Preset, lora: Lora = ALL, device: str = "cuda"
     return policy
 
 
-@pytest.mark.parametrize("shape", ADAPTED)
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
 def test_no_log_probability_differs(shape: str, preset: Preset) -> None:
-    has_experts = SHAPES[shape].experts is not None
-    lora = ATTENTION if has_experts else ALL
-    result = verify_policy(policy_of(shape, preset, lora), OPTIONS)
+    model = SHAPES[shape]
+    of_experts = () if model.experts is None else LORA_TARGETS[4:]
+    targets = tuple(name for name in model.lora_targets if name not in of_experts)
+    result = verify_policy(policy_of(shape, preset, Lora(8, 16.0, targets)), OPTIONS)
     assert result.comparison.tokens_differing == 0
     assert result.missing == () and result.comparison.tokens_compared > 2_000
 
