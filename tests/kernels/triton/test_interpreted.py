@@ -65,16 +65,12 @@ def test_a_model(tmp_path: Path) -> None:
     run_interpreted("tests.kernels.triton.interpreted_model:bf16", tmp_path)
 
 
-def test_a_hybrid(tmp_path: Path) -> None:
-    run_interpreted("tests.kernels.triton.interpreted_model:hybrid", tmp_path)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "what",
     [
         "int8", "fp8", "adapters", "phi", "gemma", "gpt_oss", "gpt_oss_in_fp8", "experts_in_int8",
-        "experts_in_fp8", "hybrid_with_experts", "hybrid_over_a_chunk", "hybrid_guesses",
+        "experts_in_fp8", "hybrid", "hybrid_with_experts", "hybrid_over_a_chunk", "hybrid_guesses",
     ],
 )  # fmt: skip
 def test_models(what: str, tmp_path: Path) -> None:
