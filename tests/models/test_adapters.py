@@ -382,25 +382,37 @@ def test_int8_moves_what_stands_out_and_files_have_pefts_numbers(
     assert (found - expected).norm() / expected.norm() < 0.05
 
 
-def test_peft_computes_our_logits_and_writes_our_bytes(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [ALL, SOME])
+def test_peft_computes_our_logits_and_writes_our_bytes(
+    base: Path, lora: Lora, tmp_path: Path
+) -> None:
+    check_with_peft(trained(base, "fp32", lora), base, tmp_path)
+
+
+def check_with_peft(model: LoadedModel, base: Path, place: Path) -> None:
+    """PEFT computes a model's logits from its folder of adapters, ``place`` / "adapters", which it
+    writes again byte for byte.
+    """
     peft = pytest.importorskip("peft", reason="`pip install peft` loads what runs leave")
     transformers = pytest.importorskip("transformers")
-    for place, lora in enumerate((ALL, SOME)):
-        model = trained(base, "fp32", lora)
-        folder = tmp_path / f"adapters {place}"
-        write_model(model, folder)
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        theirs = peft.PeftModel.from_pretrained(theirs, folder).eval()
-        ids = tokens(model.policy)[:100]
-        with torch.no_grad():
-            expected = theirs(ids[None]).logits[0]
-        found = logits_of(model.policy, ids)
-        torch.testing.assert_close(found, expected[:, : found.shape[1]], rtol=0, atol=1e-3)
-        theirs.save_pretrained(tmp_path / f"theirs {place}")
-        ours = (folder / WEIGHTS_FILE).read_bytes()
-        assert (tmp_path / f"theirs {place}" / WEIGHTS_FILE).read_bytes() == ours
-        again = load_policy(tmp_path / f"theirs {place}", "fp32")
-        assert again.checksum() == model.policy.checksum()
+    folder, again = place / "adapters", place / "theirs"
+    write_model(model, folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(theirs, folder).eval()
+    ids = tokens(model.policy)[:100]
+    with torch.no_grad():
+        expected = theirs(ids[None]).logits[0]
+        with theirs.disable_adapter():
+            plain = theirs(ids[None]).logits[0]
+    found = logits_of(model.policy, ids)
+    expected, plain = (one[:, : found.shape[1]] for one in (expected, plain))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+    assert (plain - expected).abs().max() > 0.1
+    theirs.save_pretrained(again)
+    assert (again / WEIGHTS_FILE).read_bytes() == (folder / WEIGHTS_FILE).read_bytes()
+    policy = load_policy(again, "fp32")
+    assert policy.config == model.policy.config
+    assert policy.checksum() == model.policy.checksum()
 
 
 def test_merged_matrices_are_the_sum_rounded_once(base: Path, tmp_path: Path) -> None:

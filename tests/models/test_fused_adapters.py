@@ -20,8 +20,7 @@ from isobit.models.policy import random_policy
 from isobit.models.saving import save_policy
 from isobit.starter import starter_folder
 from isobit.util.errors import ModelError
-from tests.models.policies import logits_of
-from tests.models.test_adapters import ALL, SOME, config_of, tokens, trained
+from tests.models.test_adapters import ALL, SOME, check_with_peft, config_of, trained
 
 PREFIX = "base_model.model.model.layers.1."
 
@@ -40,29 +39,13 @@ def base(tmp_path: Path) -> Path:
 def test_peft_computes_our_logits_and_writes_our_bytes(
     base: Path, lora: Lora, tmp_path: Path
 ) -> None:
-    peft = pytest.importorskip("peft", reason="`pip install peft` loads what runs leave")
-    transformers = pytest.importorskip("transformers")
-    model, folder = trained(base, "fp32", lora), tmp_path / "adapters"
-    write_model(model, folder)
-    shapes = {name: tuple(one.shape) for name, one in load_file(folder / WEIGHTS_FILE).items()}
+    check_with_peft(trained(base, "fp32", lora), base, tmp_path)
+    stored = load_file(tmp_path / "adapters" / WEIGHTS_FILE)
+    shapes = {name: tuple(one.shape) for name, one in stored.items()}
     assert shapes[f"{PREFIX}self_attn.qkv_proj.lora_A.weight"] == (lora.rank, 128)
     assert shapes[f"{PREFIX}self_attn.qkv_proj.lora_B.weight"] == (256, lora.rank)
     if lora is ALL:
         assert shapes[f"{PREFIX}mlp.gate_up_proj.lora_B.weight"] == (384, lora.rank)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    theirs = peft.PeftModel.from_pretrained(theirs, folder).eval()
-    ids = tokens(model.policy)[:100]
-    with torch.no_grad():
-        expected = theirs(ids[None]).logits[0]
-        with theirs.disable_adapter():
-            plain = theirs(ids[None]).logits[0]
-    found = logits_of(model.policy, ids)
-    expected, plain = (one[:, : found.shape[1]] for one in (expected, plain))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
-    assert (plain - expected).abs().max() > 0.1
-    theirs.save_pretrained(tmp_path / "theirs")
-    assert (tmp_path / "theirs" / WEIGHTS_FILE).read_bytes() == (folder / WEIGHTS_FILE).read_bytes()
-    assert load_policy(tmp_path / "theirs", "fp32").checksum() == model.policy.checksum()
 
 
 def test_all_linears_of_pefts_are_ours(base: Path) -> None:

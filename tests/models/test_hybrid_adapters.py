@@ -25,7 +25,7 @@ from isobit.models.saving import save_policy
 from isobit.starter import starter_folder
 from isobit.util.errors import ModelError
 from tests.models.policies import logits_of
-from tests.models.test_adapters import ALL, SOME, config_of, moved, tokens, trained
+from tests.models.test_adapters import ALL, SOME, check_with_peft, config_of, moved, tokens, trained
 
 HYBRIDS: tuple[Family, ...] = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 
@@ -56,26 +56,7 @@ def adapted(base: Path, family: Family, lora: Lora, preset: str = "fp32") -> Loa
 def test_peft_computes_our_logits_and_writes_our_bytes(
     base: Path, family: Family, lora: Lora, tmp_path: Path
 ) -> None:
-    peft = pytest.importorskip("peft", reason="`pip install peft` loads what runs leave")
-    transformers = pytest.importorskip("transformers")
-    model, folder = adapted(base, family, lora), tmp_path / "adapters"
-    write_model(model, folder)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    theirs = peft.PeftModel.from_pretrained(theirs, folder).eval()
-    ids = tokens(model.policy)[:100]
-    with torch.no_grad():
-        expected = theirs(ids[None]).logits[0]
-        with theirs.disable_adapter():
-            plain = theirs(ids[None]).logits[0]
-    found = logits_of(model.policy, ids)
-    expected, plain = (one[:, : found.shape[1]] for one in (expected, plain))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
-    assert (plain - expected).abs().max() > 0.1
-    theirs.save_pretrained(tmp_path / "theirs")
-    assert (tmp_path / "theirs" / WEIGHTS_FILE).read_bytes() == (folder / WEIGHTS_FILE).read_bytes()
-    again = load_policy(tmp_path / "theirs", "fp32")
-    assert again.config == model.policy.config
-    assert again.checksum() == model.policy.checksum()
+    check_with_peft(adapted(base, family, lora), base, tmp_path)
 
 
 def test_all_linears_of_pefts_are_those_of_attention_and_delta_nets() -> None:

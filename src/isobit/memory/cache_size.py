@@ -415,8 +415,7 @@ def cache_size_within(
     affordable = pages_within(shape, flow, config, sizes, memory)
     if not affordable:
         page = sizes.page_bytes(shape, flow)
-        least = with_carries(shape, flow, config, sizes, 1).bytes(shape, flow, sizes)
-        beside = least - page
+        beside = with_carries(shape, flow, config, sizes, 1).bytes(shape, flow, sizes) - page
         carries = f", and the two states of a sequence {beside / _GIB:.3g} GiB" if beside else ""
         raise ConfigError(
             f"rollout.kv_memory_gib = {max(memory, 0) / _GIB:.3g} holds no page of the KV cache: a "
@@ -461,7 +460,7 @@ def forward_bytes(
     halves = [layer.mlp.bytes(sizes, flow.rollout) for layer in layers]
     nets = [layers[layer].attention.bytes(sizes, flow.rollout) for layer in shape.delta_layers]
     made, once = max(half.made for half in halves), max(one.made_once for one in (*halves, *nets))
-    attended = max(12 * qkv, *(net.made for net in nets)) if nets else 12 * qkv
+    attended = max([12 * qkv, *(net.made for net in nets)])
     token = 8 * shape.hidden_size + attended + made + sum(half.noted for half in halves)
     tokens = batched_tokens(config, sizes)
     keys = 4 * shape.num_kv_heads * shape.head_dim * (tokens + shape.max_positions)

@@ -44,6 +44,7 @@ from isobit.kernels.operands import (
     DeltaInputs,
     DeltaShape,
     DeltaWeights,
+    KvShape,
     PagedBatch,
     rounded,
 )
@@ -436,6 +437,25 @@ class DeltaCarries:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Of each the first dimension is carries."""
         return self.inputs, self.keys, self.updates, self.decays, self.states
+
+    @classmethod
+    def of_layers(
+        cls, shape: KvShape, count: int, dtype: torch.dtype, zeros: Zeros
+    ) -> "dict[int, DeltaCarries]":
+        """Those of each layer with a delta rule."""
+        if shape.delta is None:
+            return {}
+        return {layer: cls(shape.delta, count, dtype, zeros) for layer in shape.delta_layers}
+
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy carries, int64 [n] each; targets differ."""
+        for tensor in self.tensors:
+            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+
+    def clear(self) -> None:
+        """Set everything to zero, in place."""
+        for tensor in self.tensors:
+            tensor.zero_()
 
     def read(self, carries: torch.Tensor) -> Chunks:
         """Chunks of carries int64 [n], copied."""

@@ -60,11 +60,8 @@ class SpecKvCache:
             layer: _empty_heads(pages, shape.head_dim, format)
             for layer, format in self.formats.items()
         }
-        self.delta = dict[int, DeltaCarries]()
-        if shape.delta is not None:
-            dtype = DTYPES[flow.rollout.activations]
-            for layer in shape.delta_layers:
-                self.delta[layer] = DeltaCarries(shape.delta, num_carries, dtype, _empty)
+        dtype = DTYPES[flow.rollout.activations]
+        self.delta = DeltaCarries.of_layers(shape, num_carries, dtype, _empty)
 
     def write(
         self,
@@ -104,9 +101,9 @@ class SpecKvCache:
 
     def copy_carries(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy carries of every layer, ``sources[i]`` to ``targets[i]``."""
+        read, written = torch.tensor([list(sources), list(targets)], dtype=torch.int64)
         for carries in self.delta.values():
-            for tensor in carries.tensors:
-                tensor[list(targets)] = tensor[list(sources)]
+            carries.copy(read, written)
 
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Set pages of every layer to zero, in place."""
@@ -118,8 +115,7 @@ class SpecKvCache:
         for tensor in self._by_page():
             tensor.zero_()
         for carries in self.delta.values():
-            for tensor in carries.tensors:
-                tensor.zero_()
+            carries.clear()
 
     def _by_page(self) -> Iterator[torch.Tensor]:
         """Keys, values and their scales, [2, page, ..]."""

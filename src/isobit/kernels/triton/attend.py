@@ -84,15 +84,12 @@ class GpuKvCache:
             layer: self._arenas[format].layer(formats[:i].count(format))
             for i, (layer, format) in enumerate(self.formats.items())
         }
-        self.delta = dict[int, DeltaCarries]()
-        if shape.delta is not None:
-            dtype = DTYPES[flow.rollout.activations]
 
-            def zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-                return torch.zeros(sizes, dtype=dtype, device=device)
+        def zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(sizes, dtype=dtype, device=device)
 
-            for layer in shape.delta_layers:
-                self.delta[layer] = DeltaCarries(shape.delta, num_carries, dtype, zeros)
+        dtype = DTYPES[flow.rollout.activations]
+        self.delta = DeltaCarries.of_layers(shape, num_carries, dtype, zeros)
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         if not sources:
@@ -124,8 +121,7 @@ class GpuKvCache:
         device = next(iter(self.delta.values())).states.device
         read, written = to_device(torch.tensor([list(sources), list(targets)]), device)
         for carries in self.delta.values():
-            for tensor in carries.tensors:
-                tensor.index_copy_(0, written, tensor.index_select(0, read))
+            carries.copy(read, written)
 
     def clear_pages(self, pages: Sequence[int]) -> None:
         for arena in self._arenas.values():
@@ -140,8 +136,7 @@ class GpuKvCache:
             if arena.scales is not None:
                 arena.scales.zero_()
         for carries in self.delta.values():
-            for tensor in carries.tensors:
-                tensor.zero_()
+            carries.clear()
 
 
 @dataclass(frozen=True, slots=True)
