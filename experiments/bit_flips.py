@@ -39,7 +39,7 @@ from isobit.config.algorithm import GrpoConfig
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import TrainingConfig
-from isobit.kernels.operands import UNROUNDED, observing
+from isobit.kernels.observing import UNROUNDED, observing
 from isobit.memory.cache_size import CacheSize
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy

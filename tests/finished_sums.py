@@ -15,9 +15,8 @@ from isobit.kernels.operands import (
     QkvGradients,
     QkvTransform,
     RopeTable,
-    RouterLoss,
-    sequence_means,
 )
+from isobit.kernels.routing import RouterLoss, sequence_means
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import DTYPES, Format
 

@@ -29,7 +29,8 @@ import torch
 
 from isobit.kernels.backend import Backend
 from isobit.kernels.noise import splitmix64
-from isobit.kernels.operands import LinearWeight, Operand, Routing
+from isobit.kernels.operands import LinearWeight, Operand
+from isobit.kernels.routing import Routing
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK, Int8Parts, Int8Rows, block_sizes
 

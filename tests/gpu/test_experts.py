@@ -11,15 +11,8 @@ from torch.nn import functional
 
 from isobit.kernels.backend import backend_of
 from isobit.kernels.hopper.grouped_gemm import suits_deep_gemm
-from isobit.kernels.operands import (
-    ExpertGradients,
-    LinearInput,
-    LinearWeight,
-    RouterLoss,
-    Routing,
-    router_losses,
-    sequence_means,
-)
+from isobit.kernels.operands import ExpertGradients, LinearInput, LinearWeight
+from isobit.kernels.routing import RouterLoss, Routing, router_losses, sequence_means
 from isobit.kernels.spec import experts as routing_specification
 from isobit.kernels.spec import experts as specification
 from isobit.kernels.spec import linear as dense_specification

@@ -12,7 +12,8 @@ import torch
 from isobit.config.precision import Preset
 from isobit.kernels.backend import backend_of
 from isobit.kernels.hopper.int8 import Dots, Persistent, Tiles
-from isobit.kernels.operands import Gate, HeadWeight, LinearInput, LinearWeight, Operand, Routing
+from isobit.kernels.operands import Gate, HeadWeight, LinearInput, LinearWeight, Operand
+from isobit.kernels.routing import Routing
 from isobit.kernels.spec import head as head_specification
 from isobit.kernels.spec import linear as linear_specification
 from isobit.kernels.spec import quantise as specification

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from isobit.kernels.operands import RopeTable, is_observed, observe, observing, rounded
+from isobit.kernels.observing import is_observed, observe, observing, rounded
+from isobit.kernels.operands import RopeTable
 
 FREQUENCIES = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64)
 

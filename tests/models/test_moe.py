@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.config.training import Recompute
-from isobit.kernels.operands import RouterLoss, router_losses, sequence_means
+from isobit.kernels.routing import RouterLoss, router_losses, sequence_means
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.folder import load_policy

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from isobit.config.precision import PrecisionConfig, Preset
-from isobit.kernels.operands import Routing
+from isobit.kernels.routing import Routing
 from isobit.kernels.spec import experts as experts_module
 from isobit.kernels.spec.backend import SpecBackend
 from isobit.models.config import Experts, ModelConfig

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from isobit.config.precision import PrecisionConfig, Preset
-from isobit.kernels.operands import Routing
+from isobit.kernels.routing import Routing
 from isobit.kernels.spec import experts, head
 from isobit.kernels.spec.backend import SpecBackend
 from isobit.memory.cache_size import PageAllocator

@@ -45,9 +45,8 @@ from isobit.kernels.operands import (
     QkvGradients,
     QkvTransform,
     RoutedExperts,
-    RouterLoss,
-    Routing,
 )
+from isobit.kernels.routing import RouterLoss, Routing
 from isobit.kernels.sizes import Sizes
 from isobit.precision.flow import Graph, LinearShape, PrecisionFlow, Site
 from isobit.precision.quant_tensor import QuantTensor, ScaleKind

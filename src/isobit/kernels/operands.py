@@ -1,27 +1,17 @@
-"""Arguments and results of a back end's operations: weights, operands and batches; and functions on
-them that every device shares.
+"""Arguments and results of a back end's operations: weights, operands and batches.
 
 Only a back end looks inside a quantised operand (``isobit.kernels.spec``: ``QuantTensor``;
 ``isobit.kernels.hopper``: ``QuantRows``).
 
 Shapes: T tokens laid end to end, B sequences, H query heads and G KV heads of D numbers.
-
-**Observing.**  Each operation shows its result to an observer, if there is one, in the order of the
-forward: ``with observing(observer)`` calls ``observer(name, values, scales)`` with rows, one a
-token. Names are those of the flow's sites: ``layers.2.qkv_proj.input`` is what the quantiser of
-that linear gave, ``layers.2.qkv_proj`` its product.  A rounding to BF16 hides most faults of one
-ulp in FP32, so operations round by ``rounded``, and an observer sees the numbers before it first,
-as ``NAME.unrounded``.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from isobit.precision.flow import PrecisionFlow, Site
 from isobit.precision.quant_tensor import Format, Int8Rows, QuantisedWeight, parts_of_rows
@@ -170,36 +160,6 @@ class Normed:
     h: torch.Tensor  # [T, C]
     norm: torch.Tensor | None  # [T, C], where it was asked for or no linear follows
     input: LinearInput | None  # the norm as the next linear reads it, if there is one
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """The experts of each token, by rank, and what the backward reads."""
-
-    experts: torch.Tensor
-    """int32 [T, k]: by falling logit; of equal logits the lower expert comes first."""
-    weights: torch.Tensor  # FP32 [T, k]: the factor of each expert's output
-    logits: torch.Tensor  # FP32 [T, E]
-
-
-@dataclass(frozen=True, slots=True)
-class RouterLoss:
-    """The router's own losses, which add to its gradient.
-
-    For each sequence, with f_e the share of its T_s k choices that fell on expert e times E, P_e
-    the mean over its tokens of the softmax, and z_t = log sum_e exp(logit_te):
-
-        balance * sum_e f_e P_e  +  z * mean over its tokens of z_t^2
-
-    (Fedus et al., arXiv 2101.03961, section 2.2; Zoph et al., arXiv 2202.08906, section 2.2), f_e
-    taken as a constant.  The first sum is 1 where all experts are chosen equally often, at most E.
-    """
-
-    means: torch.Tensor
-    """FP32 [S, T]: a row has 1 / T_s at its sequence's tokens; a product with it is a mean."""
-    balance: float
-    """Coefficient of a sequence's load-balancing loss, divided by the update's sequences."""
-    z: float  # coefficient of a sequence's z-loss, likewise
 
 
 RoutedExperts = Any
@@ -584,112 +544,3 @@ class RopeTable:
     def backward(self) -> "RopeTable":
         """The table of the transposed rotation."""
         return RopeTable(self.cos, -self.sin)
-
-
-def sequence_means(lengths: Sequence[int], row_of: torch.Tensor | None = None) -> torch.Tensor:
-    """``RouterLoss.means`` of sequences laid end to end; ``row_of``, int64 [T], gives the row of
-    each token where sequences share some.
-    """
-    sizes = torch.tensor(lengths)
-    owner = torch.arange(len(lengths)).repeat_interleave(sizes)
-    rows = torch.arange(owner.numel()) if row_of is None else row_of
-    means = torch.zeros(len(lengths), int(rows.max()) + 1, dtype=torch.float32)
-    means[owner, rows] = 1.0 / sizes[owner].float()
-    return means
-
-
-def router_losses(routing: Routing, means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The balance and the z-loss of each sequence, before their coefficients: FP32 [S] each."""
-    probabilities = torch.softmax(routing.logits, -1)
-    balance = (_shares(routing, means) * (means @ probabilities)).sum(-1)
-    return balance, means @ torch.logsumexp(routing.logits, -1).square()
-
-
-def logit_gradient(routing: Routing, loss: RouterLoss) -> torch.Tensor:
-    """The gradient of all losses by the logits, FP32 [T, E]; skips terms of coefficient 0."""
-    p = torch.softmax(routing.logits, -1)
-    slope = torch.zeros_like(p[:, :1])
-    if loss.balance:
-        d_p = loss.means.t() @ (_shares(routing, loss.means) * loss.balance)
-        slope = d_p - (p * d_p).sum(-1, keepdim=True)
-    if loss.z:
-        z = torch.logsumexp(routing.logits, -1) * (loss.means.sum(0) * (2.0 * loss.z))
-        slope = slope + z[:, None]
-    return p * slope
-
-
-def expert_load(routing: Routing) -> torch.Tensor:
-    """Choices of each expert: whole numbers in FP32 [E], exact below 2^24 tokens."""
-    return _chosen(routing).sum(0)
-
-
-def _shares(routing: Routing, means: torch.Tensor) -> torch.Tensor:
-    """f, FP32 [S, E]."""
-    count, top_k = routing.logits.shape[1], routing.experts.shape[1]
-    return means @ _chosen(routing) * (count / top_k)
-
-
-def _chosen(routing: Routing) -> torch.Tensor:
-    """FP32 [T, E]: 1 at a token's experts."""
-    return torch.zeros_like(routing.logits).scatter_(1, routing.experts.long(), 1.0)
-
-
-UNROUNDED = "unrounded"
-
-
-class Observer(Protocol):
-    """Sees each result of a forward and must not change it."""
-
-    def __call__(self, name: str, values: torch.Tensor, scales: torch.Tensor | None) -> None:
-        """``values`` [T, ...]; a quantised result comes with its scales: FP32 [T, K/128], or E8M0
-        bytes [T, heads].
-        """
-        ...
-
-
-_observer: Observer | None = None
-_unrounded = WeakTensorKeyDictionary()
-"""The numbers that each result was rounded from, while the result exists."""
-
-
-@contextmanager
-def observing(observer: Observer) -> Iterator[None]:
-    """Show all results of the forwards in the block to ``observer``; the innermost block counts."""
-    global _observer  # noqa: PLW0603 (one process runs one forward at a time)
-    before, _observer = _observer, observer
-    try:
-        yield
-    finally:
-        _observer = before
-
-
-def is_observed() -> bool:
-    """Whether to compute something only to show it."""
-    return _observer is not None
-
-
-def observe(
-    values: torch.Tensor, *name: str | int, scales: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Show ``values``, after the numbers that they were rounded from; and return them."""
-    if _observer is not None:
-        site = ".".join(map(str, name))
-        exact = _unrounded.pop(values, None)
-        if exact is not None:
-            _observer(f"{site}.{UNROUNDED}", exact, None)
-        _observer(site, values, scales)
-    return values
-
-
-def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``values`` in another format, remembered for ``observe`` of the result."""
-    result = values.to(dtype)
-    if _observer is not None and result is not values:
-        _unrounded[result] = values
-    return result
-
-
-def observe_heads(layer: int, queries: Heads, keys: Heads, values: Heads) -> None:
-    """Show what a layer's attention reads: K, V and queries, [T, heads, D]."""
-    for heads, name in ((keys, "kv_cache.k"), (values, "kv_cache.v"), (queries, "attention.q")):
-        observe(heads.values, "layers", layer, name, scales=heads.scales)

@@ -15,7 +15,7 @@ micro-batch.
                         lm_head on its grid once more, in the activations' format; the rotary table
     frozen models       the published weights of one side (``isobit.memory.activations``); a shadow
                         counts only if nothing else that passes is larger
-    KV pages            pages * bytes of a page        ``isobit.kernels.operands``
+    KV pages            pages * bytes of a page        ``isobit.kernels.sizes``
     states of delta     carries * bytes of a carry
     nets
     activations         what the layers save (``isobit.memory.activations``), and T (2 a C + 4 D)

@@ -11,14 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from isobit.kernels.operands import (
-    Attend,
-    Attended,
-    AttendWithBackward,
-    QkvGradients,
-    QkvTransform,
-    observe,
-)
+from isobit.kernels.observing import observe
+from isobit.kernels.operands import Attend, Attended, AttendWithBackward, QkvGradients, QkvTransform
 from isobit.kernels.sizes import AttentionShape, Sizes
 from isobit.models.config import ModelConfig
 from isobit.models.families import FAMILIES

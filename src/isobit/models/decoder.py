@@ -20,7 +20,9 @@ from typing import Protocol
 import torch
 
 from isobit.kernels.backend import Backend
-from isobit.kernels.operands import Attend, RouterLoss, observe
+from isobit.kernels.observing import observe
+from isobit.kernels.operands import Attend
+from isobit.kernels.routing import RouterLoss
 from isobit.models.attention import Attention
 from isobit.models.config import ModelConfig
 from isobit.models.delta_net import DeltaNet

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from isobit.kernels.observing import observe
 from isobit.kernels.operands import (
     Attend,
     AttendWithBackward,
@@ -24,7 +25,6 @@ from isobit.kernels.operands import (
     DeltaRule,
     DeltaRuleWithBackward,
     DeltaWeights,
-    observe,
 )
 from isobit.kernels.sizes import Sizes
 from isobit.models.config import ModelConfig

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from isobit.kernels.backend import Backend, HybridOperations
+from isobit.kernels.observing import observe
 from isobit.kernels.operands import (
     ADAPTER_PARTS,
     AdapterGradients,
@@ -20,7 +21,6 @@ from isobit.kernels.operands import (
     Operand,
     OutputGradient,
     RopeTable,
-    observe,
 )
 from isobit.kernels.sizes import Sizes
 from isobit.models.config import Lora, ModelConfig

@@ -18,19 +18,9 @@ from functools import cache
 
 import torch
 
-from isobit.kernels.operands import (
-    ExpertGradients,
-    Gate,
-    LinearInput,
-    LinearWeight,
-    RoutedExperts,
-    RouterLoss,
-    Routing,
-    expert_load,
-    is_observed,
-    observe,
-    router_losses,
-)
+from isobit.kernels.observing import is_observed, observe
+from isobit.kernels.operands import ExpertGradients, Gate, LinearInput, LinearWeight, RoutedExperts
+from isobit.kernels.routing import RouterLoss, Routing, expert_load, router_losses
 from isobit.kernels.sizes import ExpertsShape, Sizes
 from isobit.models.config import ModelConfig
 from isobit.models.families import FAMILIES

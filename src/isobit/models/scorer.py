@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import torch
 
 from isobit.config.training import Recompute
-from isobit.kernels.operands import RouterLoss, sequence_means
+from isobit.kernels.routing import RouterLoss, sequence_means
 from isobit.models.decoder import Scorable
 from isobit.models.mlp import RouterCoefficients, Routes
 from isobit.models.packed_pass import PackedPass, target_states

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from isobit.kernels.operands import Gate, observe
+from isobit.kernels.observing import observe
+from isobit.kernels.operands import Gate
 from isobit.kernels.sizes import Sizes
 from isobit.models.config import ModelConfig
 from isobit.models.families import FAMILIES

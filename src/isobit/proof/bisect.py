@@ -15,7 +15,7 @@ from typing import Any
 
 from isobit.config.base import Device
 from isobit.config.precision import PrecisionConfig
-from isobit.kernels.operands import UNROUNDED
+from isobit.kernels.observing import UNROUNDED
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.proof.difference import Extremes, Operations, SiteDifference, describe_site

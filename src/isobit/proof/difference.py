@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from isobit.kernels.operands import UNROUNDED
+from isobit.kernels.observing import UNROUNDED
 from isobit.precision.quant_tensor import BLOCK, DTYPES, E8M0_BIAS
 from isobit.proof.observation import HEAD_SITES, NO_KEYS, keys_of_batch, row_checksums
 from isobit.records.packing import pack

@@ -6,12 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isobit.kernels.operands import (
-    ExpertGradients,
-    LinearInput,
-    LinearWeight,
-    Routing,
-)
+from isobit.kernels.operands import ExpertGradients, LinearInput, LinearWeight
+from isobit.kernels.routing import Routing
 from isobit.kernels.spec import experts as experts_module
 from isobit.kernels.spec import linear as linear_module
 from isobit.kernels.spec import pointwise

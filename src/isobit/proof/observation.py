@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 
 from isobit.kernels.noise import splitmix64
-from isobit.kernels.operands import observing
+from isobit.kernels.observing import observing
 from isobit.memory.cache_size import CacheSize
 from isobit.models.function import SampledPolicy
 from isobit.models.scorer import Scorer

@@ -73,7 +73,7 @@ class PackedBatch:
 @dataclass(frozen=True, slots=True)
 class RouterScores:
     """The routers of S sequences over all sparse layers, on the host
-    (``isobit.kernels.operands``).
+    (``isobit.kernels.routing``).
     """
 
     balance: torch.Tensor

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from isobit.kernels.operands import observing
+from isobit.kernels.observing import observing
 from isobit.models.decoder import LM_HEAD, Scorable
 from isobit.models.scorer import Scorer
 from isobit.observe.flow_choice import CREST, Crest, describe_crests

@@ -27,7 +27,7 @@ and all sparse layers,
 
     1/S * sum over s, layers of  router_balance * balance_s + router_z * z_s
 
-(``isobit.kernels.operands``), a mean over sequences, however they are cut into micro-batches.
+(``isobit.kernels.routing``), a mean over sequences, however they are cut into micro-batches.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 import torch
 
-from isobit.kernels.operands import RouterLoss, Routing, sequence_means
+from isobit.kernels.routing import RouterLoss, Routing, sequence_means
 from isobit.kernels.spec import experts as specification
 from isobit.kernels.triton.dispatch import combine, gather, make_dispatch
 from isobit.kernels.triton.experts import choose, route_backward

@@ -7,14 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isobit.kernels.operands import (
-    ExpertGradients,
-    LinearInput,
-    RouterLoss,
-    Routing,
-    router_losses,
-    sequence_means,
-)
+from isobit.kernels.operands import ExpertGradients, LinearInput
+from isobit.kernels.routing import RouterLoss, Routing, router_losses, sequence_means
 from isobit.kernels.spec.experts import (
     experts,
     experts_backward,

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from isobit.kernels.backend import backend_of
-from isobit.kernels.operands import LinearWeight, Operand, Routing
+from isobit.kernels.operands import LinearWeight, Operand
+from isobit.kernels.routing import Routing
 from isobit.kernels.spec import int8_backward, linear
 from isobit.kernels.spec.experts import one_expert
 from isobit.precision.quant_tensor import Int8Rows

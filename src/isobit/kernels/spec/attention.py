@@ -53,14 +53,8 @@ from math import log, log2
 
 import torch
 
-from isobit.kernels.operands import (
-    DeltaGradients,
-    DeltaInputs,
-    DeltaWeights,
-    QkvTransform,
-    observe_heads,
-    rounded,
-)
+from isobit.kernels.observing import observe_heads, rounded
+from isobit.kernels.operands import DeltaGradients, DeltaInputs, DeltaWeights, QkvTransform
 from isobit.kernels.spec.delta_rule import DeltaSaved, PackedDelta
 from isobit.kernels.spec.qkv import (
     Heads,

@@ -38,6 +38,7 @@ from dataclasses import dataclass
 
 import torch
 
+from isobit.kernels.observing import rounded
 from isobit.kernels.operands import (
     DELTA_CHUNK,
     DeltaGradients,
@@ -46,7 +47,6 @@ from isobit.kernels.operands import (
     DeltaWeights,
     KvShape,
     PagedBatch,
-    rounded,
 )
 from isobit.kernels.spec.pointwise import gated, inverse_rms, row_sum
 from isobit.kernels.spec.qkv import Heads, factors

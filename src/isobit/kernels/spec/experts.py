@@ -15,7 +15,7 @@ output.  The choice has no gradient.  With d_w the gradient of the weights, that
     p_e (d_p_e - sum_i p_i d_p_i)      where d_p is d_w at the chosen experts and 0 elsewhere, or
     w_j (d_w_j - sum_i w_i d_w_i)      renormalised: a softmax over the chosen experts alone
 
-and the router's own losses add theirs (``isobit.kernels.operands``).
+and the router's own losses add theirs (``isobit.kernels.routing``).
 
 **The experts** each multiply the tokens that are routed to them:
 
@@ -41,19 +41,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from isobit.kernels.operands import (
-    ExpertGradients,
-    Gate,
-    LinearInput,
-    LinearWeight,
-    Operand,
-    RouterLoss,
-    Routing,
-    is_observed,
-    logit_gradient,
-    observe,
-    rounded,
-)
+from isobit.kernels.observing import is_observed, observe, rounded
+from isobit.kernels.operands import ExpertGradients, Gate, LinearInput, LinearWeight, Operand
+from isobit.kernels.routing import RouterLoss, Routing, logit_gradient
 from isobit.kernels.spec.linear import (
     dgrad,
     grid_gemm_nt,

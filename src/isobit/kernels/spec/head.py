@@ -53,7 +53,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from isobit.kernels.noise import logical_shift_right, splitmix64
-from isobit.kernels.operands import Drawn, Draws, HeadWeight, observe
+from isobit.kernels.observing import observe
+from isobit.kernels.operands import Drawn, Draws, HeadWeight
 from isobit.kernels.spec.linear import grid_gemm_nt, int8_gemm_nt
 from isobit.kernels.spec.pointwise import row_sum
 from isobit.kernels.spec.quantise import quantise_int8, snap_rows

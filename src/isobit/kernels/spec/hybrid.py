@@ -6,7 +6,7 @@ itself, and the sum of a mixture with its shared expert.
 
 import torch
 
-from isobit.kernels.operands import rounded
+from isobit.kernels.observing import rounded
 from isobit.kernels.spec.delta_rule import (
     gated_norm,
     gated_norm_backward,

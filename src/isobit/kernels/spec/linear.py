@@ -35,6 +35,7 @@ from functools import cache
 
 import torch
 
+from isobit.kernels.observing import rounded
 from isobit.kernels.operands import (
     AdapterGradients,
     AdapterWeight,
@@ -42,7 +43,6 @@ from isobit.kernels.operands import (
     LinearWeight,
     Operand,
     OutputGradient,
-    rounded,
 )
 from isobit.kernels.spec.int8_backward import (
     balanced_rows,

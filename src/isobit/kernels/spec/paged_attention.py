@@ -22,16 +22,14 @@ from math import prod
 import numpy as np
 import torch
 
+from isobit.kernels.observing import is_observed, observe_heads, rounded
 from isobit.kernels.operands import (
     DeltaInputs,
     DeltaWeights,
     KvShape,
     PagedBatch,
     QkvTransform,
-    is_observed,
     kv_formats,
-    observe_heads,
-    rounded,
 )
 from isobit.kernels.spec.attention import TILE, KeyTile, attend
 from isobit.kernels.spec.delta_rule import DeltaCarries, PagedDelta

@@ -23,6 +23,7 @@ sides, and has y = x / (1 + exp(-a x)) * (up + 1); what is clamped has no gradie
 
 import torch
 
+from isobit.kernels.observing import rounded
 from isobit.kernels.operands import (
     GELU_CUBIC,
     GELU_STEEP,
@@ -33,7 +34,6 @@ from isobit.kernels.operands import (
     Normed,
     Operand,
     OutputGradient,
-    rounded,
 )
 from isobit.kernels.spec.linear import input_saved, linear_input, output_gradient
 from isobit.precision.flow import Site

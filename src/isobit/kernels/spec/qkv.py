@@ -50,7 +50,8 @@ from dataclasses import dataclass
 
 import torch
 
-from isobit.kernels.operands import QkvGradients, QkvTransform, RopeTable, observe, rounded
+from isobit.kernels.observing import observe, rounded
+from isobit.kernels.operands import QkvGradients, QkvTransform, RopeTable
 from isobit.kernels.spec.pointwise import rms_norm, rms_norm_backward
 from isobit.kernels.spec.quantise import (
     GRID_BITS,

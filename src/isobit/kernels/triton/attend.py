@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
+from isobit.kernels.observing import is_observed, observe_heads
 from isobit.kernels.operands import (
     DecodeBatch,
     DeltaGradients,
@@ -35,8 +36,6 @@ from isobit.kernels.operands import (
     KvShape,
     PagedBatch,
     QkvTransform,
-    is_observed,
-    observe_heads,
 )
 from isobit.kernels.spec.delta_rule import DeltaCarries
 from isobit.kernels.spec.qkv import Heads

@@ -27,18 +27,9 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.operands import (
-    ExpertGradients,
-    Gate,
-    LinearInput,
-    LinearWeight,
-    Operand,
-    RouterLoss,
-    Routing,
-    is_observed,
-    logit_gradient,
-    observe,
-)
+from isobit.kernels.observing import is_observed, observe
+from isobit.kernels.operands import ExpertGradients, Gate, LinearInput, LinearWeight, Operand
+from isobit.kernels.routing import RouterLoss, Routing, logit_gradient
 from isobit.kernels.triton.dispatch import Dispatch, GroupedRows, combine, gather, make_dispatch
 from isobit.kernels.triton.grouped_gemm import ExpertMatrices
 from isobit.kernels.triton.int8_backward import transposed_parts

@@ -55,7 +55,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from isobit.kernels.operands import LOGITS_CHUNK, HeadWeight, observe
+from isobit.kernels.observing import observe
+from isobit.kernels.operands import LOGITS_CHUNK, HeadWeight
 from isobit.kernels.triton.device_functions import add_block_sums
 from isobit.kernels.triton.pointwise import BLOCKS, layout
 from isobit.kernels.triton.products import Products

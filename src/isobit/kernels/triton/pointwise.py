@@ -40,14 +40,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from isobit.kernels.operands import (
-    Gate,
-    LinearInput,
-    Normed,
-    Operand,
-    OutputGradient,
-    is_observed,
-)
+from isobit.kernels.observing import is_observed
+from isobit.kernels.operands import Gate, LinearInput, Normed, Operand, OutputGradient
 from isobit.kernels.triton.device_functions import add_block_sums, padded_size, rotated_row
 from isobit.kernels.triton.linear import (
     input_saved,
