@@ -1,5 +1,6 @@
 """Small runs with checkpoints, and what must come out of them whatever happened on the way."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from isobit.config.recipes import RunConfig
 from isobit.run.loop import train
 from isobit.store.state import read_digests
+from isobit.util.files import file_sha256
 from tests.tiny import json_lines, save_tiny, with_sections
 
 REWARD = '''"""Rewards that teach an untrained model something, and a hook that grading calls."""
@@ -49,7 +51,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def values(place: Path) -> dict[str, Any]:
+def shared_values(place: Path) -> dict[str, Any]:
     """A run of 6 steps of 4 x 4 samples in FP8, two updates a step, a cosine, a checkpoint every 2
     steps.
     """
@@ -76,6 +78,12 @@ def values(place: Path) -> dict[str, Any]:
         "evaluation": {"every": 3},
         "checkpoint": {"every": 2, "wait_for_space_s": 0},
     }
+
+
+@pytest.fixture
+def values(shared_values: dict[str, Any]) -> dict[str, Any]:
+    """A copy of that run for one test, which may change it."""
+    return copy.deepcopy(shared_values)
 
 
 @pytest.fixture
@@ -106,8 +114,8 @@ def hook(place: Path) -> Callable[[str], None]:
 
 @pytest.fixture(scope="session")
 def outcome() -> Callable[[Path], dict[str, Any]]:
-    """Everything that a run leaves and that no kill may change: all bytes, times and rates
-    aside.
+    """Everything that a run leaves and that no kill may change, times and rates aside; of files
+    their SHA-256, so that what differs can be read.
     """
 
     def read(root: Path) -> dict[str, Any]:
@@ -121,11 +129,11 @@ def outcome() -> Callable[[Path], dict[str, Any]]:
             *(f"model/{name}" for name in sorted(model)),
         )
         return {
-            **{name: (root / name).read_bytes() for name in bytewise},
+            **{name: file_sha256(root / name) for name in bytewise},
             "digests": read_digests(root),  # none of fine-tuning
             "last checkpoint": last.name,
             **{
-                name: (last / name).read_bytes()
+                name: file_sha256(last / name)
                 for name in ("masters.safetensors", "optimiser.safetensors")
             },
             "metrics": [
@@ -147,9 +155,9 @@ def outcome() -> Callable[[Path], dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(values: dict[str, Any]) -> Path:
+def uninterrupted(shared_values: dict[str, Any]) -> Path:
     """A run that nothing happens to, with the checkpoints of steps 4 and 6; it is not changed."""
-    config = RunConfig.model_validate(values)
+    config = RunConfig.model_validate(shared_values)
     train(config)
     return config.output
 

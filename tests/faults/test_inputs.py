@@ -42,7 +42,7 @@ def inputs(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def values(values: dict[str, Any], inputs: Path) -> dict[str, Any]:
+def shared_values(inputs: Path) -> dict[str, Any]:
     """A step of four samples."""
     return {
         "model": str(inputs / "model"),
@@ -65,8 +65,8 @@ def values(values: dict[str, Any], inputs: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def finished(values: dict[str, Any]) -> RunConfig:
-    config = RunConfig.model_validate(values)
+def finished(shared_values: dict[str, Any]) -> RunConfig:
+    config = RunConfig.model_validate(shared_values)
     train(config)
     return config
 

@@ -64,12 +64,12 @@ def death_after(step: int) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def lowered(
-    values: dict[str, Any], outcome: Outcome, tmp_path_factory: pytest.TempPathFactory
+    shared_values: dict[str, Any], outcome: Outcome, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """The outcome of a run with little memory that nothing else happens to."""
     output = tmp_path_factory.mktemp("lowered") / "run"
     config = RunConfig.model_validate(
-        {**values, "training": values["training"] | BUDGET, "output": output}
+        {**shared_values, "training": shared_values["training"] | BUDGET, "output": output}
     )
     with little_memory():
         train(config)

@@ -28,14 +28,15 @@ OF_THE_MACHINE = ("memory/", "rollout/", "waiting/")
 
 @pytest.fixture(scope="session")
 def expected_ahead(
-    values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+    shared_values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Callable[[Path], dict[str, Any]]], dict[str, Any]]:
     """The outcome of one process with a lag of 1."""
     root = tmp_path_factory.mktemp("ahead") / "run"
 
     def of(outcome: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
         if not root.exists():
-            train(RunConfig.model_validate({**values, "output": root, "async": {"lag": 1}}))
+            ahead = {**shared_values, "output": root, "async": {"lag": 1}}
+            train(RunConfig.model_validate(ahead))
         return without_the_machine(outcome(root))
 
     return of

@@ -20,6 +20,7 @@ from isobit.run.pending import COMPARED, GradedBatch, Pending
 from isobit.run.rl_run import RlRun
 from isobit.store.keeper import CheckpointKeeper
 from isobit.training.step import StepMetrics
+from isobit.util.files import file_sha256
 from tests.tiny import json_lines as lines
 
 MakeConfig = Callable[..., RunConfig]
@@ -79,10 +80,10 @@ def specified(lag: int) -> list[int]:
 
 
 def outcome(root: Path) -> dict[str, Any]:
-    """All bytes that a run leaves but for times."""
+    """All that a run leaves but for times; of files their SHA-256."""
     timed = ("time/", "tokens_per_s/")
     files = {
-        str(path.relative_to(root)): path.read_bytes()
+        str(path.relative_to(root)): file_sha256(path)
         for path in sorted(root.rglob("*"))
         if path.suffix == ".safetensors"
         or path.name in ("completions.jsonl", "rewards.jsonl", "digests.jsonl")
