@@ -12,15 +12,14 @@ and K the rows of exp(G_63 - G) k,
 
     d S0 = exp(G_63) d S1 - W^T (K d S1) + (exp(G) q)^T dO - W^T (P^T dO)
 
-so two small products a chunk, one after the other.  Given the d S1 of all chunks, autograd of one
-chunk's formulas makes their other gradients at once.
+so two small products a chunk, one after the other.  Given the d S1 of all chunks, their other
+gradients are made at once (``_Chunks``), by twenty batched products and one solution for T.
 
 Shapes: n chunks of 64 rows, H value heads; otherwise as in ``delta_rule``.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -117,9 +116,9 @@ class PackedDeltaRule:
                 d_made = _taken(wide, block)
                 if block.hidden is not None:  # only in a sequence's last chunk
                     d_made.masked_fill_(block.hidden[:, None, :, None], 0.0)
-                d_next, d_state = _state_gradients(given, d_made, block.counts, d_state)
-                state = _states(block, saved.kept.states)
-                of_rows = gradients_of(partial(_chunk, state=state), given, (d_made, d_next))
+                states = _states(block, saved.kept.states)
+                chunks = _Chunks.of(given, states)
+                of_rows, d_state = chunks.backward(d_made, block.counts, d_state)
                 for total, one in zip(d_rows, of_rows, strict=True):
                     flat = one.transpose(1, 2).reshape(block.tokens.numel(), *total.shape[1:])
                     total.index_copy_(0, block.tokens_of_rows, flat.index_select(0, block.rows))
@@ -218,72 +217,123 @@ def _states(block: _Block, kept: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Factors:
-    """FP32 [n, H, 64, 64] of rows i and j of chunks: exp(G_i - G_j) on and below the diagonal, and
-    the factors of u_j in u_i, with 1 on it; and exp(G), [n, H, 64, 1].
+class _Chunks:
+    """n whole chunks as the backward reads them: FP32 [n, H, ...], rows i and j of 64.
+
+    With Gamma_ij = exp(G_i - G_j) on and below the diagonal, else 0:
+
+        A = beta_i Gamma_ij (k_i . k_j), j < i      r = v - exp(G) (k S0)       T = 1 / (1 + A)
+        P = Gamma_ij (q_i . k_j)                    u = T (beta r)              E = Gamma_63j k_j
+        o = exp(G) (q S0) + P u                     S1 = exp(G_63) S0 + E^T u
     """
 
-    between: torch.Tensor
-    overlap: torch.Tensor
-    seen: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    beta: torch.Tensor  # [.., 64, 1]
+    state: torch.Tensor  # S0
+    gamma: torch.Tensor
+    seen: torch.Tensor  # exp(G), [.., 64, 1]
+    told: torch.Tensor  # k S0
+    wanted: torch.Tensor  # r
+    inverse: torch.Tensor  # T
+    read_by: torch.Tensor  # P
+    ends: torch.Tensor  # E
 
     @classmethod
-    def of(cls, k: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> "_Factors":
-        size = k.shape[2]
-        lower = torch.ones(size, size, dtype=torch.float64, device=k.device).tril()
+    def of(cls, rows: Sequence[torch.Tensor], state: torch.Tensor) -> "_Chunks":
+        """q, k, v, decay and beta of rows, [n, H, 64, ..] each, and S0 [n, H, DK, DV]."""
+        q, k, v, decay, beta = rows
+        lower, turned = _lower(decay), k.transpose(2, 3)
         # In FP32 differences of G lose what small decays add; torch.cumsum has no order on GPUs.
         totals = torch.matmul(decay.double(), lower.t())
-        distance = (totals[..., None] - totals[:, :, None]).masked_fill(lower == 0, -torch.inf)
-        between, seen = distance.exp().float(), totals.exp().float()[..., None]
-        overlap = (beta[..., None] * between * (k @ k.transpose(2, 3))).tril(-1)
-        return cls(between, overlap + torch.eye(size, device=k.device), seen)
+        distance = totals[..., None] - totals[:, :, None]
+        gamma = distance.masked_fill_(lower == 0, -torch.inf).exp_().float()
+        seen, beta = totals.exp().float()[..., None], beta[..., None]
+        overlap = (k @ turned).mul_(gamma).mul_(beta).tril_(-1)
+        one = torch.eye(len(lower), device=k.device).expand_as(overlap)
+        inverse = torch.linalg.solve_triangular(overlap, one, upper=False, unitriangular=True)
+        told = k @ state
+        return cls(
+            q, k, beta, state, gamma, seen, told, v - seen * told, inverse,
+            (q @ turned).mul_(gamma), gamma[:, :, -1, :, None] * k,
+        )  # fmt: skip
 
-    def solved(self, rows: torch.Tensor) -> torch.Tensor:
-        """T of rows [n, H, 64, ..]."""
-        return torch.linalg.solve_triangular(self.overlap, rows, upper=False, unitriangular=True)
+    def backward(
+        self, d_output: torch.Tensor, counts: Sequence[int], d_state: torch.Tensor | None
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """The gradients of q, k, v, decay and beta, and of the states in front of the first chunk
+        of each sequence, [n', H, DK, DV].
 
-    def to_end(self, k: torch.Tensor) -> torch.Tensor:
-        """exp(G_63 - G_j) k_j."""
-        return self.between[:, :, -1, :, None] * k
+        Args:
+            d_output: [n, H, 64, DV].
+            counts: of ``_Block``.
+            d_state: of the states behind the last chunks of the sequences that go on behind this
+                block; None where there are none.
+        """
+        q, k, beta, seen = self.q, self.k, self.beta, self.seen
+        d_updates = self.read_by.transpose(2, 3) @ d_output
+        reads = (self.inverse @ (beta * seen * k)).transpose(2, 3)  # W^T
+        d_front = (seen * q).transpose(2, 3) @ d_output
+        d_front -= reads @ d_updates
+        d_behind, d_state = self._behind(d_front, reads, counts, d_state)
+        del d_front, reads
+        updates = self.inverse @ (beta * self.wanted)
+        d_wanted = self.inverse.transpose(2, 3) @ (d_updates + self.ends @ d_behind)
+        turned = updates.transpose(2, 3)
+        d_read_by = (d_output @ turned).mul_(self.gamma)  # times Gamma, as is d_overlap
+        d_overlap = (d_wanted @ turned).neg_().mul_(self.gamma).tril_(-1)
+        of_keys = k @ k.transpose(2, 3)
+        d_beta = (d_wanted * self.wanted).sum(-1) + (d_overlap * of_keys).sum(-1)
+        d_v, d_overlap = beta * d_wanted, beta * d_overlap
+        from_state, from_behind = self.state.transpose(2, 3), d_behind.transpose(2, 3)
+        d_q = d_output @ from_state
+        d_ends = updates @ from_behind
+        # In FP64, since most of what is added to one G is taken away from another; without the
+        # diagonal, where there is no difference.
+        of_rows = (d_read_by * (q @ k.transpose(2, 3))).add_(d_overlap * of_keys).tril_(-1)
+        d_totals = of_rows.sum(-1, dtype=torch.float64) - of_rows.sum(-2, dtype=torch.float64)
+        d_totals += _along(seen * q, d_q) - _along(seen * d_v, self.told)
+        moved = _along(self.ends, d_ends)
+        d_totals[..., :-1] -= moved[..., :-1]
+        final = seen[:, :, -1, 0] * (self.state * d_behind).sum((-1, -2), dtype=torch.float64)
+        d_totals[..., -1] += moved[..., :-1].sum(-1) + final
+        d_decay = (d_totals @ _lower(d_totals)).float()
+        d_q = (seen * d_q).add_(d_read_by @ k)
+        d_k = d_read_by.transpose(2, 3) @ q
+        d_k += (d_overlap + d_overlap.transpose(2, 3)) @ k
+        d_k += self.gamma[:, :, -1, :, None] * d_ends
+        d_k -= (seen * d_v) @ from_state
+        return (d_q, d_k, d_v, d_decay, d_beta), d_state
+
+    def _behind(
+        self, d_front: torch.Tensor, reads: torch.Tensor, counts: Sequence[int],
+        d_state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """The gradients of the states behind each chunk, and of those in front of the first, from
+        what each chunk adds to that of the state in front of it by its outputs.
+        """
+        final = self.seen[:, :, -1:]
+        d_behind, end = torch.zeros_like(d_front), len(d_front)
+        for count in reversed(counts):
+            here = slice(end - count, end)
+            if d_state is not None:
+                d_behind[here][: len(d_state)] = d_state
+            passed = reads[here] @ (self.ends[here] @ d_behind[here])
+            d_state = (final[here] * d_behind[here]).add_(d_front[here]).sub_(passed)
+            end -= count
+        assert d_state is not None, "a block has chunks"
+        return d_behind, d_state
 
 
-def _chunk(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor,
-    state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Chunks, with the states in front of them: o [n, H, 64, DV] and the states behind them."""
-    factors = _Factors.of(k, decay, beta)
-    seen = factors.seen
-    updates = factors.solved(beta[..., None] * (v - seen * (k @ state)))
-    output = seen * (q @ state) + (factors.between * (q @ k.transpose(2, 3))) @ updates
-    return output, seen[:, :, -1:] * state + factors.to_end(k).transpose(2, 3) @ updates
+def _along(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """FP64 <x, y> of each row, [..., D] each."""
+    return (x * y).sum(-1, dtype=torch.float64)
 
 
-def _state_gradients(
-    given: Sequence[torch.Tensor],
-    d_output: torch.Tensor,
-    counts: Sequence[int],
-    d_state: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of the states behind each chunk of a block, [n, H, DK, DV], and of those in
-    front of its first; ``d_state`` is that of the block behind it, None where there is none.
-    """
-    q, k, _, decay, beta = given
-    factors = _Factors.of(k, decay, beta)
-    final = factors.seen[:, :, -1:]
-    reads = factors.solved(beta[..., None] * factors.seen * k).transpose(2, 3)  # W^T
-    ends = factors.to_end(k)
-    read_by = (factors.between * (q @ k.transpose(2, 3))).transpose(2, 3)
-    of_output = (factors.seen * q).transpose(2, 3) @ d_output - reads @ (read_by @ d_output)
-    d_next, end = torch.zeros_like(of_output), len(q)
-    for count in reversed(counts):
-        here = slice(end - count, end)
-        if d_state is not None:
-            d_next[here][: len(d_state)] = d_state
-        passed = final[here] * d_next[here] - reads[here] @ (ends[here] @ d_next[here])
-        d_state, end = passed + of_output[here], end - count
-    assert d_state is not None, "a block has chunks"
-    return d_next, d_state
+def _lower(rows: torch.Tensor) -> torch.Tensor:
+    """FP64 [64, 64], 1 on and below the diagonal: of ``rows`` [n, H, 64]."""
+    size = rows.shape[-1]
+    return torch.ones(size, size, dtype=torch.float64, device=rows.device).tril()
 
 
 def _rows_of_mixed(

@@ -98,7 +98,7 @@ def delta(shape: DeltaShape) -> DeltaBytes:
     rows = 4 * (2 * shape.key_heads * key + shape.values + 2 * heads)
     of_heads = 4 * heads * (2 * key + value + 2)
     mixed = (2 * shape.width + 44) * shape.channels + 24 * heads * key
-    chunk = DELTA_CHUNK * (6 * key + 17 * value + 27 * DELTA_CHUNK) + 8 * key * value
+    chunk = DELTA_CHUNK * (7 * key + 10 * value + 8 * DELTA_CHUNK) + 3 * key * value
     sequence = 2 * DELTA_CHUNK * FACTOR_ROWS * heads * -(-value // FACTOR_COLUMNS)
     at_once = max(1, FACTORS // sequence)
     return DeltaBytes(
