@@ -75,7 +75,7 @@ class HybridOperations(Protocol):
         epsilon: float,
         grad: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of x and of the gate; adds to that of the weight, FP32 [dv]."""
+        """The gradients of x and of the gate; adds to the weight's, FP32 [dv]."""
         ...
 
     def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ class HybridOperations(Protocol):
     def sigmoid_gate_backward(
         self, dy: torch.Tensor, x: torch.Tensor, gate: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of x and of the gate."""
+        """The gradients of x and of the gate."""
         ...
 
     def add_shared(

@@ -212,8 +212,9 @@ def published_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> in
 def shared_bytes(
     shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes, rollout_tp: int
 ) -> tuple[int, int, int]:
-    """Of one of so many processes that share an engine: what it publishes of ``published_bytes``,
-    in shares of equal size; the matrices of a layer that it gathers; and its part of lm_head.
+    """What each of ``rollout_tp`` processes that share an engine holds: what it publishes of
+    ``published_bytes``, in shares of equal size; the matrices of a layer that it gathers; and its
+    part of lm_head.
     """
     whole = published_bytes(shape, flow, sizes)
     if rollout_tp == 1:

@@ -101,7 +101,7 @@ GPUS: Mapping[str, Card] = {
         _card("b200", 177, 7.7, 4500, 2250, "NVIDIA B200"),
     )
 }
-"""By the names that ``--gpu`` takes."""
+"""Cards under the names that ``--gpu`` takes."""
 MEASURED = GPUS["h200"]
 """The card of all measured rows."""
 

@@ -47,7 +47,7 @@ Row = Mapping[str, Any]
 Work = Mapping[str, float]
 """What a phase does, by the names above."""
 PORTABLE_SHARE, PORTABLE_DECODE = 0.53, 0.78
-"""Of the speed of Hopper's kernels, what the portable ones reached on an H200, 8B in INT8
+"""The share of the speed of Hopper's kernels that the portable ones reached on an H200, 8B in INT8
 (benchmarks/results/portable): in a training pass, and in decode of 32 sequences, which waits for
 weights.
 """
@@ -409,7 +409,7 @@ class StepWork:
     """The capacity of a sampler's KV cache."""
     samplers: int = 1
     sharing: int = 1
-    """Of these, how many share an engine, a part of each matrix and of the cache on each."""
+    """How many of these share an engine, a part of each matrix and of the cache on each."""
     beside: bool = False
     """Whether the samplers are other GPUs than the trainers, and work at the same time."""
     scored: tuple[SpeedShape, ...] = ()

@@ -146,7 +146,7 @@ class AdapterTensors:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """By the names that they have for a decoder in a folder of its own."""
+        """Shapes under the names that tensors have for a decoder in a folder of its own."""
         stored = self.file.shapes().items()
         return {name.replace(_WITHIN_LARGER, _ALONE, 1): shape for name, shape in stored}
 

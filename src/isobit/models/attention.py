@@ -199,9 +199,10 @@ class Attention:
         return [(name, self._config.rms_epsilon) for name in self._head_norms]
 
     def _paired(self, qkv: torch.Tensor, back: bool = False) -> torch.Tensor:
-        """Where positions turn the first elements of heads only, put them where the rotation of
-        whole heads finds its pairs: (a1 a2 b1 b2) -> (a1 b1 a2 b2), with the halves a1, a2 of what
-        is turned, in Q and in K, so that q . k stays. In place, [T, (H + 2 G) D]; or ``back``.
+        """Put the elements that positions turn, if they are the first of a head only, where the
+        rotation of whole heads finds its pairs: (a1 a2 b1 b2) -> (a1 b1 a2 b2), with the halves
+        a1, a2 of what is turned, in Q and in K, so that q . k stays. In place, [T, (H + 2 G) D]; or
+        ``back``.
         """
         dim, turned = self._config.head_dim, self._config.rotary_size // 2
         if 2 * turned == dim:

@@ -268,7 +268,7 @@ class DeltaNet:
         return DeltaWeights(self._shape, convolution[:, 0], a_log, dt_bias)
 
     def _gradients(self, gradient: Gradient, rule: DeltaWeights) -> DeltaGradients:
-        """With LoRA they are made and go nowhere."""
+        """The masters' gradients; with LoRA zeros, which are dropped afterwards."""
         if self._is_frozen:
             held = rule.convolution, rule.a_log, rule.dt_bias
             return DeltaGradients(*(torch.zeros_like(x, dtype=torch.float32) for x in held))

@@ -54,7 +54,7 @@ class Traits:
     qk_norm: Literal["none", "each head", "all heads"] = "none"
     """The elements over which the RMSNorms of Q and of K are."""
     norms: Literal["in front", "behind", "both"] = "in front"
-    """Where the norms of layers are: in front of attention and MLP, behind them, or both."""
+    """The places of a layer's norms: in front of attention and MLP, behind them, or both."""
     norm_offset: float = 0.0
     """What is added to the weights of every norm: 1 where their centre is zero."""
     gate: Gate = "silu"
@@ -71,7 +71,7 @@ class Traits:
     scales_windows: bool = False
     default_window: int | None = None
     default_interval: int = 4
-    """Of layer types: every layer with a number that this divides has no window."""
+    """Layers whose number this divides have no window, where there are layer types."""
     default_window_theta: float | None = None
     """The theta of layers with a window; None: that of the others."""
     default_tied: bool = False

@@ -256,7 +256,7 @@ def rope_json(rope: Rope, window_theta: float | None, traits: Traits) -> dict[st
 def _of_full_layers(
     table: ConfigFields, fields: ConfigFields, traits: Traits, head_dim: int
 ) -> ConfigFields:
-    """Of two tables that of layers without a window; the other scales nothing."""
+    """The table of layers without a window, of two; the other scales nothing."""
     full = table.table("full_attention") if traits.has_two_ropes else None
     if full is None:
         if traits.default_window_theta is not None and table.within.endswith("rope_parameters."):

@@ -57,8 +57,8 @@ class RowSum:
     summed: torch.Tensor
     """int64 [S]: those of the F with more parts than one."""
     later: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    """Of every second part, every third and so on: their places, and which of the S they belong to,
-    each at most once.
+    """The places of second parts, of third ones and so on, and which of the S they belong to, each
+    at most once.
     """
 
     @classmethod
@@ -114,7 +114,7 @@ class SharedRows:
 
     @classmethod
     def of(cls, batch: PackedBatch, move: Move) -> "SharedRows":
-        """Of a batch in which sequences share rows."""
+        """The rows of a batch in which sequences share some."""
         assert batch.row_of is not None, "every token has a row of its own"
         row_of, predicting, count = batch.row_of, batch.predicting_rows, batch.num_rows
         own, of_targets = (RowSum.of(rows, count, move) for rows in (row_of, predicting))

@@ -54,7 +54,7 @@ _PRESETS: tuple[Preset, ...] = ("fp8", "int8", "bf16")
 _SHAPE = ModelConfig("qwen3", 1000, 512, 768, 2, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=False)
 _SMALL = VerifyOptions(prompts=5, samples=2, max_new_tokens=12)
 _ON_DEVICE = VerifyOptions(max_new_tokens=12)
-"""With fewer samples of a prompt few pages would preempt none."""
+"""More samples of a prompt than ``_SMALL``, so that few pages preempt some."""
 _FIX = (
     "reinstall torch with the libraries that it brings, and isobit's extra for the device; report "
     "this line with `isobit doctor --json`"
@@ -109,7 +109,7 @@ def _quantiser(backend: Backend) -> str:
 
 
 def _int8_backward(backend: Backend) -> str:
-    """Of several parts and of tokens that fill no block, beside each other."""
+    """The backward of a linear of several parts, over tokens that fill no block."""
     parts, columns, tokens = (256, 72), 160, cases.ROWS
     x, dy = (cases.wide(tokens, n, seed=n, dtype=cases.BF16) for n in (columns, sum(parts)))
     site, dy[0], x[1] = linear_cases.int8_site(parts), 0.0, 0.0

@@ -131,7 +131,7 @@ class _Unit:
     members: list[int] = field(default_factory=list)
     """Indices of the sequences."""
     tokens: int = 0
-    """Of all sequences, the prompt counted for each."""
+    """Tokens of all sequences, the prompt counted for each."""
 
     @property
     def size(self) -> int:

@@ -52,7 +52,7 @@ what the hash of a short one has more.
 
 
 Seen = tuple[int, int, int]
-"""Of a sequence's new tokens: how many there are, of how many one was foretold, and of how many it
+"""How many new tokens a sequence has, for how many of them one was foretold, and for how many it
 was the one that came.
 """
 
@@ -126,7 +126,7 @@ class ContextTable:
         return seen
 
     def learn_together(self, sequences: Sequence[CachedTokens]) -> list[Seen]:
-        """As ``learn``, side by side; all of them have new tokens."""
+        """What ``learn`` does, side by side; all of them have new tokens."""
         size = CONTEXTS[0]
         pieces = [_with_context(sequence.tokens, sequence.noted) for sequence in sequences]
         lengths = np.array([len(piece) for piece in pieces])

@@ -35,8 +35,8 @@ NEW_SHARES = [1 - 0.85**count for count in range(100)]
 LONGEST_REST = 31
 """Steps for which nothing is looked up, at most."""
 LOOKED_UP = 0.25
-"""Of the chance of the least likely guess that was worth it, the share that a guess must have to be
-looked up in the next step; where all were worth it, of the share that was asked for.
+"""A guess is looked up in the next step if its chance is at least this share of that of the least
+likely guess that was worth it; where all were worth it, of the chance that was asked for.
 """
 LENGTHS = 64
 """Tokens of a sequence in which the times of steps are taken to be equal."""
@@ -191,7 +191,7 @@ class Drafter:
         return counts
 
     def _seconds_of(self, fewest: int, most: int, length: int) -> list[float]:
-        """Of steps with so many rows, from the fewest to the most; they are asked for once for all
+        """Seconds of steps with the fewest to the most rows; they are asked for once for all
         lengths up to a multiple of ``LENGTHS``.
         """
         length = -(-max(1, length) // LENGTHS) * LENGTHS
@@ -240,8 +240,8 @@ def _most_accepted(sample: Sample) -> float:
 
 
 def _chances(rate: float, count: int, foretold: float) -> Iterable[float]:
-    """Of so many guesses, that each and all before it are accepted, where the first exists with the
-    chance ``foretold``; none of a sample that a guess has spoilt.
+    """The chances of ``count`` guesses that each is accepted with all before it, where the first
+    exists with the chance ``foretold``; none for a sample that a guess has spoilt.
     """
     if rate <= 0 or not count:
         return ()

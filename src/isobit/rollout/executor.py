@@ -83,7 +83,7 @@ class Executor(ABC, Generic[Runner]):
     patience = 0
     """Steps for which prompts wait for others (``Scheduler``)."""
     wait_s = host_s = 0.0
-    """As in ``isobit.rollout.drafts.StepTimes``."""
+    """Those of ``isobit.rollout.drafts.StepTimes``."""
 
     def __init__(
         self, runner: Runner, make_runner: Callable[[], Runner], stats: EngineStats
@@ -142,7 +142,7 @@ class Executor(ABC, Generic[Runner]):
 
     @abstractmethod
     def step_seconds(self, rows: int, length: int) -> float:
-        """As in ``isobit.rollout.drafts.StepTimes``."""
+        """See ``isobit.rollout.drafts.StepTimes``."""
 
     @property
     @abstractmethod
@@ -203,7 +203,7 @@ class DirectExecutor(Executor[ModelRunner]):
         return True
 
     def step_seconds(self, rows: int, length: int) -> float:
-        """By estimate, in units of a step of no rows."""
+        """An estimate, in units of a step of no rows."""
         return 1 + rows / ROWS_OF_TWICE
 
     @property
@@ -288,7 +288,7 @@ class PipelinedExecutor(Executor[PipelineRunner]):
         """Whether the last ``forward`` had anything to compute."""
 
     def verifies(self, sample: Sample) -> bool:
-        """Where it goes on from a token that the host knows too."""
+        """Whether it goes on from a token that the host knows too."""
         return sample.on_device and sample.in_flight == 0
 
     def step_seconds(self, rows: int, length: int) -> float:

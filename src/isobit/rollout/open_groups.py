@@ -32,7 +32,7 @@ class OpenGroup:
     begun_after: int
     """Steps that the weights had behind them."""
     samples: dict[int, Completion] = field(default_factory=dict)
-    """As far as they are known outside the engine: all of them between ``pause`` and ``resume``.
+    """Those that are known outside the engine: all of them between ``pause`` and ``resume``.
     One that is half done has the reason "aborted".
     """
     group: Group | None = None
@@ -40,7 +40,7 @@ class OpenGroup:
     home: int = 0
     """The rank that draws it, or has drawn its last sample."""
     place: int = -1
-    """Of one that has begun in this step, its place among the groups of all ranks."""
+    """Its place among the groups of all ranks, if it has begun in this step."""
 
     @property
     def name(self) -> Name:

@@ -161,7 +161,7 @@ class PipelineRunner(PageStore, Protocol):
         ...
 
     def step_seconds(self, rows: int, length: int) -> float:
-        """As in ``isobit.rollout.drafts.StepTimes``, with guesses among the rows."""
+        """See ``isobit.rollout.drafts.StepTimes``; guesses are among the rows."""
         ...
 
     def prefill(self, plan: Plan) -> States:

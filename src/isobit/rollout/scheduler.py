@@ -447,7 +447,7 @@ class Scheduler:
                 budget -= count
 
     def _reserve_behind(self, sample: Sample, count: int) -> int:
-        """Of so many places behind a running sample's tokens, those that have a page of its own; it
+        """How many of ``count`` places behind a running sample's tokens have a page of its own; it
         gets one that others will not miss at once.
         """
         if sample.reserved < sample.length + count and self._allocator.num_free > len(self.running):

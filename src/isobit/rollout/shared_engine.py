@@ -205,7 +205,7 @@ class SharedEngine:
         self._own.take_weights()
 
     def release(self) -> None:
-        """On this rank; the others do so when weights are taken next, at the latest."""
+        """Give memory back on this rank; others do so at the latest when they take weights."""
         self._own.release()
         self._share.drop()
 

@@ -481,7 +481,7 @@ _STOPS = (
 
 
 def schedule_of(config: RunConfig) -> Schedule:
-    """When samples are drawn: by one key of the two, of which one has to be left out."""
+    """The schedule of ``lag`` or ``max_staleness``, of which one has to be left out."""
     ahead = config.asynchrony.lag or config.asynchrony.max_staleness or 0
     return Schedule(ahead, config.training.prompts_per_step, config.training.steps)
 

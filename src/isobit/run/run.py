@@ -58,7 +58,7 @@ class Surroundings:
     answers: AnswerRecord
     """What an environment said in an interrupted run, which comes before what it says."""
     schedule: ScheduleRecord
-    """Which step of an interrupted run learnt from what, which comes before another schedule."""
+    """What each step of an interrupted run learnt from, which comes before another schedule."""
     writer: WaitingWriter | None = None
     """Writes the records; None where they are sent to others."""
     environments: Environments[Handle] | None = None

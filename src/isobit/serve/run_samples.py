@@ -113,7 +113,7 @@ class KeptSample:
 
     start: tuple[int, ...]
     sampling: AskedSampling
-    """As it was asked for behind ``start``."""
+    """How it was asked for behind ``start``."""
     handle: Handle | None = None
     """Set while it is live."""
     drawn: DrawnTokens = field(default_factory=DrawnTokens)
@@ -157,13 +157,13 @@ class RunClient:
 
     session: int | None = None
     begun_at: float = 0.0
-    """When the session began."""
+    """The time at which the session began."""
     call: EngineCall | None = None
     """The call whose samples are live; the weights stay as long."""
     is_asking: bool = False
     """Whether samples are on their way to the call."""
     kept: dict[int, KeptSample] = field(default_factory=dict)
-    """By the keys of their noise, in the order in which they were asked for."""
+    """Samples under the keys of their noise, in the order in which they were asked for."""
     live: dict[Handle, KeptSample] = field(default_factory=dict)
     asked: dict[int, KeptSample] = field(default_factory=dict)
     """What the session has asked for and does not know the end of, by its numbers."""

@@ -29,7 +29,7 @@ _WIDE = Form(
 
 
 def form(dtype: torch.dtype, dim: int) -> Form:
-    """Of a format, by the dtype of K, and a head size."""
+    """The form for the dtype of K and a head size."""
     if dim > 128:
         return _WIDE
     return _BITS8 if dtype in (E4M3, torch.int8) else _BF16

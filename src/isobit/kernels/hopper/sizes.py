@@ -65,7 +65,7 @@ def gradient(site: Site, numbers: int, inputs: int) -> int:
 
 
 def transposed(site: Site, columns: int) -> int:
-    """With the sums of parts of the tiles that are made at once in INT8."""
+    """The turned matrix and, in INT8, the sums of parts of the tiles that are made at once."""
     return sizes.transposed(site, columns) + (_SUMS if site.dgrad == "int8" else 0)
 
 

@@ -35,7 +35,7 @@ def device_class(device: torch.device) -> str:
 
 
 def is_preferred() -> bool:
-    """On cards of its generation, and for plans where there is no card."""
+    """True on cards of its generation, and for plans where there is no card."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == _HOPPER
 
 

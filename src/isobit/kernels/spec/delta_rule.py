@@ -238,8 +238,8 @@ class _Group:
     lengths: torch.Tensor
 
     def chunks(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For each chunk the packed rows [n', m] of the sequences that reach it, and how many of
-        them count.
+        """The packed rows [n', m] of the sequences that reach each chunk, and how many of them
+        count.
         """
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         for first in range(0, self.index.shape[1], CHUNK):
@@ -435,7 +435,7 @@ class DeltaCarries:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Of each the first dimension is carries."""
+        """All tensors, whose first dimension is carries."""
         return self.inputs, self.keys, self.updates, self.decays, self.states
 
     @classmethod

@@ -292,7 +292,7 @@ def dequantised(weight: LinearWeight) -> torch.Tensor:
 
 
 def in_e4m3(weight: LinearWeight) -> LinearWeight:
-    """As DGrad in E4M3 reads it: a matrix in INT8 in E4M3 blocks, any other as it is."""
+    """The weight as DGrad in E4M3 reads it: a matrix in INT8 in E4M3 blocks, others as they are."""
     if not isinstance(weight.matrix, Int8Rows):
         return weight
     wide, site = dequantise_int8(weight.matrix), weight.site

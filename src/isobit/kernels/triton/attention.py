@@ -106,7 +106,7 @@ class Build:
     """The kernels of a generation of cards."""
 
     form: Callable[[torch.dtype, int], Form]
-    """Of a format, by the dtype of K, and a head size."""
+    """Gives the form for the dtype of K and a head size."""
     is_portable: bool
     """Products are by ``mma.sync``, and E4M3 is bytes."""
 

@@ -137,7 +137,7 @@ def _prepare_kernel(
 
 @triton.jit
 def _seen(key, query, WINDOW: tl.constexpr):
-    """Which queries see which keys, by their positions."""
+    """Whether queries see keys, from the positions of both."""
     seen = key <= query
     if WINDOW:
         seen = seen & (key > query - WINDOW)
@@ -329,7 +329,7 @@ class Copies:
         max_length: int,
         build: Build,
     ) -> "Copies":
-        """Of the arguments of ``attention_backward``, which are checked."""
+        """Checks the arguments of ``attention_backward`` and takes them."""
         tokens, heads, dim = queries.shape
         kv_heads, device = keys.keys.shape[1], queries.device
         checked(queries, query_scales, keys, build)
@@ -370,7 +370,7 @@ class Walk:
 
 
 def walk(dim: int) -> Walk:
-    """Of both kernels, by the size of a head."""
+    """The walk of both kernels for a head size."""
     if dim > 128:
         return Walk(owned=16, walked=64, warps=8, stages=2)
     if dim > 64:

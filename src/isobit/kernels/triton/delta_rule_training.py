@@ -13,7 +13,7 @@ and K the rows of exp(G_63 - G) k,
     d S0 = exp(G_63) d S1 - W^T (K d S1) + (exp(G) q)^T dO - W^T (P^T dO)
 
 so two small products a chunk, one after the other.  Given the d S1 of all chunks, their other
-gradients are made at once (``_Chunks``), by twenty batched products and one solution for T.
+gradients are made at once (``_WholeChunks``), by twenty batched products and one solution for T.
 
 Shapes: n chunks of 64 rows, H value heads; otherwise as in ``delta_rule``.
 """
@@ -117,7 +117,7 @@ class PackedDeltaRule:
                 if block.hidden is not None:  # only in a sequence's last chunk
                     d_made.masked_fill_(block.hidden[:, None, :, None], 0.0)
                 states = _states(block, saved.kept.states)
-                chunks = _Chunks.of(given, states)
+                chunks = _WholeChunks.of(given, states)
                 of_rows, d_state = chunks.backward(d_made, block.counts, d_state)
                 for total, one in zip(d_rows, of_rows, strict=True):
                     flat = one.transpose(1, 2).reshape(block.tokens.numel(), *total.shape[1:])
@@ -217,7 +217,7 @@ def _states(block: _Block, kept: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunks:
+class _WholeChunks:
     """n whole chunks as the backward reads them: FP32 [n, H, ...], rows i and j of 64.
 
     With Gamma_ij = exp(G_i - G_j) on and below the diagonal, else 0:
@@ -240,7 +240,7 @@ class _Chunks:
     ends: torch.Tensor  # E
 
     @classmethod
-    def of(cls, rows: Sequence[torch.Tensor], state: torch.Tensor) -> "_Chunks":
+    def of(cls, rows: Sequence[torch.Tensor], state: torch.Tensor) -> "_WholeChunks":
         """q, k, v, decay and beta of rows, [n, H, 64, ..] each, and S0 [n, H, DK, DV]."""
         q, k, v, decay, beta = rows
         lower, turned = _lower(decay), k.transpose(2, 3)

@@ -179,7 +179,7 @@ def tile(m: int) -> int:
 
 
 def cut_of_bytes(m: int) -> Cut:
-    """For E4M3 as bytes."""
+    """The cut for E4M3 as bytes."""
     block_m = tile(m)
     return Cut(block_m, 4 if block_m < 128 else 8, 3)
 

@@ -87,7 +87,7 @@ class QuantRows:
         return cls(torch.empty((rows, columns), dtype=E4M3, device=device), scales.t()[:rows])
 
     def written(self, as_bytes: bool) -> "QuantRows":
-        """As a kernel writes it; ``as_bytes`` by integers alone, which every card has."""
+        """The same for a kernel to write; ``as_bytes`` for one that rounds by integers alone."""
         return QuantRows(self.values.view(torch.uint8), self.scales) if as_bytes else self
 
     def groups(self, first: int, count: int) -> "QuantRows":

@@ -187,8 +187,8 @@ def expert_bytes(
     transposed: Callable[[Site, int], int],
     masked_tokens: int = 0,
 ) -> ExpertBytes:
-    """By a back end's ``gradient`` and ``transposed``; up to ``masked_tokens`` tokens use the
-    masked layout, in which each expert has space for all.
+    """Bytes from a back end's ``gradient`` and ``transposed``; up to ``masked_tokens`` tokens use
+    the masked layout, in which each expert has space for all.
     """
     hidden, width = shape.hidden_size, shape.intermediate_size
     gathered, activation = (_operand(site, n) for site, n in ((gate_up, hidden), (down, width)))
@@ -237,7 +237,7 @@ def product_sums(site: Site, tokens: int) -> int:
 
 
 def split_sums(site: Site, tokens: int) -> int:
-    """Where so many tokens may be split."""
+    """The same for tokens of which so many may be split."""
     rows = sum(site.parts)
     if site.forward != "int8" or rows >= 64 * SPLIT_PROGRAMS:
         return 0
