@@ -128,6 +128,7 @@ def test_a_rank_dies_and_no_launcher_ends_the_other(dead: int, waiting: Waiting)
     assert DEATHS[dead] in re.sub(r"process \d+", "process ..", said)
 
 
+@pytest.mark.exhaustive
 def test_a_death_that_costs_the_other_its_connection_is_told_once(tmp_path: Path) -> None:
     """As srun ends the tasks of a job: the watch names the rank, and gloo's error adds nothing."""
     codes, said = UnderAnotherLauncher("1 dies in a collective", tmp_path).end()

@@ -70,7 +70,7 @@ def test_decode(name: str, dim: int, split: bool, window: int) -> None:
     assert made.programs >= (2 if name == "bf16" else 4) // (2 if dim > 128 else 1)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("dim", "split", "window"), VARIANTS)
 @pytest.mark.parametrize("name", FORMS)
 def test_prefill(name: str, dim: int, split: bool, window: int) -> None:

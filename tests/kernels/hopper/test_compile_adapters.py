@@ -21,7 +21,7 @@ def order(made: Compiled) -> list[str]:
     return re.findall(r"\b(LDG|LDGSTS|STG|ACQBULK|PREEXIT)\b", made.sass)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("ranks", "width"), [(16, 16), (48, 64), (99, 128), (192, 128)])
 def test_low(ranks: int, width: int) -> None:
     made = compile_for_hopper(
@@ -49,7 +49,7 @@ def test_sum(ranks: int, parts: int, followed: bool) -> None:
     assert made.count("FFMA") == 0
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("parts", [0, 1, 8, 16])
 @pytest.mark.parametrize(("rank", "depth"), [(5, 16), (16, 16), (32, 32), (64, 64)])
 def test_up(rank: int, depth: int, parts: int) -> None:

@@ -54,7 +54,7 @@ QUANTISED = {
 """Any two of what is gated, has rows, and has scales that are powers of two."""
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantise(name: str) -> None:
     constants = QUANTISED[name]
@@ -100,7 +100,7 @@ def test_swiglu_backward(quantises: bool, power_of_two: bool) -> None:
     assert ("cvt.rn.satfinite.e4m3x2.f32" in made.ptx) == quantises
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("columns", [12288, 14336, 18944, 1536, 768])
 def test_swiglu_backward_in_int8(columns: int) -> None:
     chunk = quantise.chunk_of_row(columns)

@@ -85,7 +85,7 @@ def test_swiglu_in_int8() -> None:
     assert made.wide_loads == 2 and "st.global.v2.b32" in made.ptx
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("rows", "warps", "sizes", "format"),
     [

@@ -50,7 +50,7 @@ def test_draw(size: int) -> None:
     assert made.wide_loads
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("sizes", "counted", "power_of_two"),
     [

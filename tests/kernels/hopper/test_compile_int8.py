@@ -60,7 +60,7 @@ def test_rows(columns: int) -> None:
     assert_in_registers(made)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("columns", [4096, 12288])
 def test_swiglu(columns: int, is_kept: bool) -> None:
@@ -92,7 +92,7 @@ def test_publish(columns: int, counted: bool) -> None:
     assert_in_registers(compiled(quantise._publish_rows_kernel, constants | absent, warps))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize(("rows", "part", "columns"), [(24576, 24576, 4096), (192, 96, 1040)])
 def test_copy_for_dgrad(rows: int, part: int, columns: int, power_of_two: bool) -> None:
@@ -131,7 +131,7 @@ def of_tiles(cut: int8.Dots | int8.Tiles, k: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("m", "n", "k"), SIZES)
 def test_product(m: int, n: int, k: int) -> None:
     cut = int8.cut_up(m, n, k)

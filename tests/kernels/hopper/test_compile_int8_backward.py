@@ -45,7 +45,7 @@ def test_columns(absent: dict[str, None]) -> None:
         assert made.programs >= programs
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("parts", "groups"),
     [

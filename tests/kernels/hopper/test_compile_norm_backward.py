@@ -59,7 +59,7 @@ BIAS = ("BIAS", "BIAS_SUMS")
 NORMS = ("Q_NORM", "K_NORM", "Q_SUMS", "K_SUMS")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("absent", "layout", "hadamard"),
     [

@@ -40,7 +40,7 @@ OF_TENSORS = ("GIVEN", "MAXIMA")
 FEW, MANY = qkv.TILINGS
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("absent", "dim", "format", "paged", "tiling"),
     [

@@ -85,7 +85,7 @@ def test_queries(dim: int, window: int, int8: bool) -> None:
     assert_asynchronous(compiled(attention_backward._queries_kernel, types, constants, most_stack))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(
     ("qk", "v", "scale"),
@@ -105,7 +105,7 @@ def test_prepare(dim: int, qk: str, v: str, scale: str | None) -> None:
     assert made.wide_loads and made.wide_stores
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("n", "k", "experts"), [(24576, 4096, False), (960, 576, False), (1536, 2048, True)]
 )

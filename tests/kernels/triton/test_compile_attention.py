@@ -94,7 +94,7 @@ def products(made: Compiled) -> dict[str, set[tuple[int, int]]]:
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("split", "window"), VARIANTS)
 @pytest.mark.parametrize(("format", "dim"), EVERY)
 def test_decode_and_prefill_multiply_alike(format: str, dim: int, split: bool, window: int) -> None:

@@ -53,7 +53,7 @@ def keys_or_queries(which: str, dim: int, int8: bool, window: int) -> Compiled:
     )  # fmt: skip
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("which", ["keys", "queries"])
 @pytest.mark.parametrize("dim", HEAD_SIZES)
 @pytest.mark.parametrize(("int8", "window"), [(False, 4096), (True, 0)])

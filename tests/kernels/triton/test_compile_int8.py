@@ -53,7 +53,7 @@ def product(cut: Tiles, k: int, adds: bool = False, out: str = "*bf16") -> Compi
     )  # fmt: skip
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("m", "n", "k"), SIZES)
 def test_product(m: int, n: int, k: int) -> None:
     cut = int8.cut_up(m, n, k)

@@ -48,7 +48,7 @@ def bf16(m: int, turned: bool, k: int) -> Compiled:
     )  # fmt: skip
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("k", [4096, 1040])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("m", [5, 32, 64, 300])

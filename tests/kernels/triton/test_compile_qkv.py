@@ -22,7 +22,7 @@ def types(format: str, paged: bool) -> dict[str, str]:
     return {name: "*u8" if "fp8" in one else one for name, one in made.items()}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tiling", qkv.TILINGS)
 @pytest.mark.parametrize("paged", [True, False])
 @pytest.mark.parametrize("dim", HEAD_SIZES)
