@@ -60,9 +60,9 @@ def config_of(family: Family = "qwen3", lora: Lora | None = ALL, tied: bool = Tr
     config = ModelConfig("llama", 128, 128, 192, 2, 4, 2, 32, 256, 1e-6, 1e4, tied)
     config = replace(config, family=family, **delta_nets(family, 2))
     lora = None if lora is None else lora.within(config)
-    if family in MIXTURES:  # no adapters of experts
+    if family in MIXTURES:
         config = replace(config, experts=small_experts(family, 4, 64))
-        if lora is not None:
+        if lora is not None and config.experts is not None and config.experts.shared_size is None:
             ours = tuple(name for name in lora.targets if name not in LORA_TARGETS[4:])
             lora = replace(lora, targets=ours)
     return replace(config, lora=lora)

@@ -31,9 +31,10 @@ class LoraConfig(Strict):
     """An adapter's output is multiplied by alpha / rank; by default alpha is twice the rank."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """Linears that have an adapter, of those that the model has: q_proj, k_proj, v_proj, o_proj,
-    gate_proj, up_proj and down_proj, of Phi-3 qkv_proj, o_proj, gate_up_proj and down_proj, of
-    gated delta nets in_proj_qkv, in_proj_z, in_proj_b and in_proj_a, or in_proj_qkvz and
-    in_proj_ba, and out_proj; or all-linear for all of them.
+    gate_proj, up_proj and down_proj (where there are experts, of the shared one), of Phi-3
+    qkv_proj, o_proj, gate_up_proj and down_proj, of gated delta nets in_proj_qkv, in_proj_z,
+    in_proj_b and in_proj_a, or in_proj_qkvz and in_proj_ba, and out_proj; or all-linear for all of
+    them.
     """
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732)."""

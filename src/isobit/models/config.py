@@ -178,7 +178,8 @@ class ModelConfig:
     def _check_lora(self, lora: "Lora") -> None:
         mlp = LORA_TARGETS[4:]
         others = [name for name in self.lora_targets if name not in mlp]
-        if self.experts is not None and {*mlp} & {*lora.targets}:
+        is_routed = self.experts is not None and self.experts.shared_size is None
+        if is_routed and {*mlp} & {*lora.targets}:
             raise ModelError(
                 f"LoRA does not train the experts of a {self.family} model, only its attention; "
                 f"set lora.targets to {', '.join(others)}, or some of them"

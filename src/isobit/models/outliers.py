@@ -24,6 +24,7 @@ _READERS = {
         "experts.gate_up_proj",
         "shared_expert_gate",
         "shared_expert.gate_up_proj",
+        "shared_expert.gate_up_proj.lora_A",
     ),
 }
 """The matrices that read a layer's norms."""

@@ -73,9 +73,10 @@ class SharedExpert:
 
     def forward(self, weights: Weights, b: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
         """The norm and what the routed experts make -> y, [T, C] each."""
-        gate_up = self._gate_up.forward(weights, self._gate_up.input(weights, b, save=False))
-        site = weights.linears[self._down.path].site
-        activation = weights.backend.swiglu_input(gate_up, site, False, self._gate)
+        read = self._gate_up.input(weights, b, self._gate_up.saves(save=False))
+        gate_up = self._gate_up.forward(weights, read)
+        site, save = weights.linears[self._down.path].site, self._down.saves(save=False)
+        activation = weights.backend.swiglu_input(gate_up, site, save, self._gate)
         made = self._down.forward(weights, activation)
         return self._added(weights, routed, made, self._gate_of(weights, b))
 
@@ -122,15 +123,20 @@ class SharedExpert:
         read = self._gate_up.read_bytes(sizes, graph) + 4
         activation = self._down.read_bytes(sizes, graph) or width
         linears = self._gate_up, self._down
+        low, d_low = (
+            max(linear.adapter_bytes(graph, backward) for linear in linears)
+            for backward in (False, True)
+        )
         saved = self._gate_up.saved_bytes(sizes, graph, is_kept=True)  # the norm itself stays
         saved += self._down.saved_bytes(sizes, graph) + 2 * width + stream + 4
         # the sum in FP32 is of two numbers, and a third is their rounding
         summed = 12 * self._hidden + stream
         return SharedBytes(
             saved=saved,
-            kept=max(read + activation, summed),
-            made=2 * stream + max(read + 2 * width + activation, summed),
+            kept=max(read + activation + low, summed),
+            made=2 * stream + max(read + 2 * width + activation + low, summed),
             gradients=2 * stream
+            + d_low
             + max(
                 width + sizes.gradient(sites[0], 2 * self._width, self._hidden) + 2 * width,
                 sizes.gradient(sites[1], self._hidden, self._width) + width,
