@@ -136,7 +136,7 @@ def test_activations_are_what_the_forward_keeps(
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("recompute", ["none", "mlp"])
-@pytest.mark.parametrize("lora", [None, Lora(96, 16.0, LORA_TARGETS[4:])])
+@pytest.mark.parametrize("lora", [None, Lora(96, 16.0, (*LORA_TARGETS[4:], "shared_expert_gate"))])
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8", "int8"])
 def test_a_shared_expert_is_counted(
     preset: Preset, lora: Lora | None, recompute: Recompute

@@ -67,7 +67,7 @@ def test_a_shared_expert_is_read_as_peft_names_it_elsewhere(tmp_path: Path) -> N
     transformers = pytest.importorskip("transformers")
     base = save(config_of("qwen3_5_moe_text", None, tied=False), tmp_path / "base")
     made = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    named = list(LORA_TARGETS[4:])
+    named = [*LORA_TARGETS[4:], "shared_expert_gate"]
     theirs = peft.get_peft_model(made, peft.LoraConfig(r=8, target_modules=named)).eval()
     with torch.no_grad():
         for name, values in theirs.named_parameters():
@@ -92,21 +92,19 @@ def test_other_weights_than_a_shared_experts_are_refused(named: Any, tmp_path: P
 
 
 def test_all_linears_of_pefts_are_ours() -> None:
-    """But for the row in front of the shared expert, and but for the MLPs of Qwen3-Next, which PEFT
-    takes for those of the routed experts.
-    """
+    """But for the shared expert's MLP of Qwen3-Next, which PEFT takes for the routed experts'."""
     peft = pytest.importorskip("peft", reason="`pip install peft` finds all linears")
     transformers = pytest.importorskip("transformers")
     for family in HYBRIDS:
         hf_config = transformers.AutoConfig.for_model(**config_of(family, None).to_hf())
         made = transformers.AutoModelForCausalLM.from_config(hf_config)
         named = peft.get_peft_model(made, peft.LoraConfig(target_modules="all-linear"))
-        found = {name for name in named.targeted_module_names if "shared_expert_gate" not in name}
+        found = set(named.targeted_module_names)
         ours = config_of(family, ALL)
         wanted = {part for one in adapter_masters(ours).values() for part in one.adapter}
         wanted = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in wanted}
         if family == "qwen3_next":
-            wanted = {name for name in wanted if "shared_expert" not in name}
+            wanted = {name for name in wanted if ".shared_expert." not in name}
         assert found == wanted
 
 
@@ -130,8 +128,10 @@ def test_int8_moves_what_stands_out_into_every_a_behind_the_norm(
     exact = adapted(base, family, ALL)
     write_model(exact, tmp_path / "adapters")
     int8 = load_policy(tmp_path / "adapters", "int8")
-    mlp = "gate_up_proj" if exact.policy.config.experts is None else f"{SHARED}.gate_up_proj"
-    for reader in ("in_proj", "gates", mlp):
+    mlps = [f"{SHARED}.gate_up_proj", f"{SHARED}_gate"]
+    if exact.policy.config.experts is None:
+        mlps = ["gate_up_proj"]
+    for reader in ("in_proj", "gates", *mlps):
         name = f"layers.0.{reader}.lora_A.weight"
         factor = int8.masters[name] / exact.policy.masters[name]
         assert factor[:, 3].unique().tolist() == [64.0]
@@ -152,7 +152,7 @@ def test_merged_matrices_are_the_sum_rounded_once(
     source = find_source(tmp_path / "adapters", None, lambda line: None)
     export(source, tmp_path / "merged", merge=True)
     merged, plain = (load_policy(tmp_path / place, "fp32") for place in ("merged", "base"))
-    shared = [f"layers.0.{SHARED}.{name}" for name in ("gate_up_proj", "down_proj")]
+    shared = [f"layers.0.{SHARED}{name}" for name in (".gate_up_proj", ".down_proj", "_gate")]
     if model.policy.config.experts is None:
         shared = []
     for path in ("layers.0.in_proj", "layers.0.gates", "layers.0.out_proj", *shared):
@@ -184,6 +184,8 @@ def test_targets_are_those_that_a_model_has() -> None:
         with pytest.raises(ModelError, match=wanted):
             of(model, "all-linear", target) if model is dense else of(model, target)
     assert of(joined, "all-linear").targets[:7] == LORA_TARGETS
+    mixed = of(config_of("qwen3_5_moe_text", None), "all-linear")
+    assert mixed.targets == (*LORA_TARGETS, *own, "shared_expert_gate")
 
 
 @pytest.mark.parametrize("named", ["all-linear", [*LORA_TARGETS, *SOME.targets, "in_proj_qkvz"]])

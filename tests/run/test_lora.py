@@ -139,7 +139,7 @@ def test_so_has_that_of_a_hybrid_whose_delta_nets_learn(
     found = [one["log_prob_diff/tokens_differing"] for one in lines if "log_prob_diff/mean" in one]
     assert found == [0, 0, 0]
     masters = TensorFile(whole.output / "checkpoints" / "step_000003" / "masters.safetensors")
-    shared = [f"shared_expert.{name}" for name in ("gate_up_proj", "down_proj")]
+    shared = [f"shared_expert{name}" for name in (".gate_up_proj", ".down_proj", "_gate")]
     for path in ("in_proj", "gates", "out_proj", *(shared if shape.experts else ())):
         assert bool(masters[f"layers.0.{path}.lora_B.weight"].any())
 

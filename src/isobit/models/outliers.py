@@ -23,6 +23,7 @@ _READERS = {
         "router",
         "experts.gate_up_proj",
         "shared_expert_gate",
+        "shared_expert_gate.lora_A",
         "shared_expert.gate_up_proj",
         "shared_expert.gate_up_proj.lora_A",
     ),
