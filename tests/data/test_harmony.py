@@ -139,26 +139,26 @@ def test_a_turn_has_one_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "is_thinking", "seen"),
+    ("text", "is_thinking", "thought", "seen"),
     [
-        (f"{ANALYSIS}Hm.{NEXT}{FINAL}42", False, "42"),
-        (f"Hm.{NEXT}{FINAL}4 < 2 ", True, "4 < 2 "),
-        (f"<|channel|>commentary<|message|>I add.{NEXT}{ANALYSIS}Hm", False, "I add."),
-        ("analysisHm.assistantfinal42", False, "analysisHm.assistantfinal42"),
-        (f"{ANALYSIS}Hm.<|end|><|start|>assist", False, ""),
-        (f"{CALL}{{}}", False, "{}"),
-        ("", False, ""),
+        (f"{ANALYSIS}Hm.{NEXT}{FINAL}42", False, "Hm.", "42"),
+        (f"Hm.{NEXT}{FINAL}4 < 2 ", True, "Hm.", "4 < 2 "),
+        (f"<|channel|>commentary<|message|>I add.{NEXT}{ANALYSIS}Hm", False, "Hm", "I add."),
+        ("analysisHm.assistantfinal42", False, "", "analysisHm.assistantfinal42"),
+        (f"{ANALYSIS}Hm.<|end|><|start|>assist", False, "Hm.", ""),
+        (f"{ANALYSIS}a{NEXT}{ANALYSIS}b{NEXT}{FINAL}c", False, "ab", "c"),
+        (f"{CALL}{{}}", False, "", "{}"),
+        ("", False, "", ""),
     ],
 )
-def test_an_answer_is_shown_without_its_analysis_however_it_arrives(
-    text: str, is_thinking: bool, seen: str
+def test_analysis_is_told_from_the_answer_however_it_arrives(
+    text: str, is_thinking: bool, thought: str, seen: str
 ) -> None:
     for size in (1, 3, 7, 100):
         reader = AnswerReader(is_thinking)
         pieces = [text[place : place + size] for place in range(0, len(text), size)]
-        assert (
-            "".join([*(reader.feed(one, False) for one in pieces), reader.feed("", True)]) == seen
-        )
+        told = [*(reader.feed(one, False) for one in pieces), reader.feed("", True)]
+        assert tuple(map("".join, zip(*told, strict=True))) == (thought, seen)
 
 
 def test_only_gpt_oss_writes_it() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from isobit.data.harmony import AnswerReader
 from isobit.data.parsed_calls import MalformedCall, Parsed, Said, ToolCall
+from isobit.data.thinking import Portions
 from isobit.data.tool_calls import read_turn, turn_reader
 from tests.data.test_harmony import ADD, ANALYSIS, CALL, FINAL, NEXT, NONE
 from tests.data.test_tool_calls import ADDING, HARMONY
@@ -45,9 +46,10 @@ def cuts(text: str, sizes: Sequence[int]) -> list[str]:
     return [*pieces, *text[place:]]
 
 
-def answer(pieces: Sequence[str], is_thinking: bool = False) -> str:
+def answer(pieces: Sequence[str], is_thinking: bool = False) -> Portions:
     reader = AnswerReader(is_thinking)
-    return "".join([*(reader.feed(one, False) for one in pieces), reader.feed("", True)])
+    told = [*(reader.feed(one, False) for one in pieces), reader.feed("", True)]
+    return Portions(*map("".join, zip(*told, strict=True)))
 
 
 @settings(max_examples=400)
@@ -93,7 +95,8 @@ def test_a_recipient_ahead_of_the_channel_is_a_call_in_pieces() -> None:
     ],
 )
 def test_text_that_is_no_message_is_not_lost(text: str, seen: str) -> None:
-    assert answer([text]) == answer(list(text)) == seen
+    assert answer([text]) == answer(list(text))
+    assert answer([text]).answer == seen
 
 
 @pytest.mark.parametrize(
@@ -114,13 +117,13 @@ def test_text_that_is_no_message_is_not_lost(text: str, seen: str) -> None:
 def test_a_header_that_names_a_recipient_is_a_call_wherever_it_does(header: str) -> None:
     for ahead in ("", f"{ANALYSIS}Hm<|end|>"):
         assert read_turn(f"{ahead}{header}{{}}", "harmony", ADDING, False) == Said(ahead, [NONE])
-    assert answer([f"{header}{{}}"]) == "{}"
+    assert answer([f"{header}{{}}"]) == ("", "{}")
 
 
 def test_two_channels_of_one_header_are_text_behind_which_a_call_may_stand() -> None:
     ahead = "<|channel|>analysis<|channel|>4<|end|>"
     assert read_turn(f"{ahead}{CALL}{{}}", "harmony", ADDING, False) == Said(ahead, [NONE])
-    assert answer([f"{ahead}{FINAL}2"]) == "<|channel|>analysis<|channel|>42"
+    assert answer([f"{ahead}{FINAL}2"]).answer == "<|channel|>analysis<|channel|>42"
 
 
 @pytest.mark.parametrize("blank", ["", "\n"])

@@ -99,6 +99,29 @@ def test_carries_are_for_the_sequences_that_run_and_within_two_thirds_of_the_mem
     assert found == [(13104, 290), (29449, 20), (1029, 33), (32, 2)]
 
 
+@pytest.mark.parametrize("gib", [0.4, 0.5, 1, 2, 6])
+def test_shorter_sequences_have_more_carries_and_the_longest_its_pages(gib: float) -> None:
+    flow, found = hybrid_flow("bf16"), dict[int, CacheSize]()
+    config, memory = RolloutConfig(), int(gib * (1 << 30))
+    of_context = cache_size_within(HYBRID, flow, config, spec_sizes, memory)
+    for longest in (*range(64, 10240, 64), HYBRID.max_positions):
+        size = cache_size_within(HYBRID, flow, config, spec_sizes, memory, longest)
+        assert size.bytes(HYBRID, flow, spec_sizes) <= memory and size.carries >= 2
+        per = longest // 64
+        assert size.pages >= min(per, of_context.pages), "whatever the model's context leaves room"
+        held = size.pages // per
+        assert size.carries > min(held, config.max_sequences)
+        again = RolloutConfig(kv_pages=size.pages)
+        assert cache_size_for(HYBRID, flow, again, spec_sizes, longest) == size
+        found[longest] = size
+    assert found[HYBRID.max_positions] == of_context
+    carries = [size.carries for size in found.values()]
+    assert carries == sorted(carries, reverse=True)
+    if gib == 2:
+        lengths = 128, 512, 1024, HYBRID.max_positions
+        assert [found[length].carries for length in lengths] == [16, 15, 13, 11]
+
+
 def test_a_hybrid_without_room_for_a_page_beside_what_a_sequence_carries_is_told() -> None:
     flow, config = hybrid_flow("bf16"), RolloutConfig(kv_memory_gib=0.2)
     told = r"0.2 holds no page .*, and the two states of a sequence 0.2"

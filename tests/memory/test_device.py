@@ -18,7 +18,7 @@ from isobit.config.training import Recompute, TrainingConfig
 from isobit.kernels.hopper import sizes
 from isobit.kernels.sizes import AttentionShape
 from isobit.memory.activations import passing_bytes, saved_bytes
-from isobit.memory.cache_size import RESERVE
+from isobit.memory.cache_size import RESERVE, cache_size_for
 from isobit.memory.cards import GPUS, read_card
 from isobit.memory.device import DevicePlan, DevicePlanner
 from isobit.memory.host import attended_tokens, share_of
@@ -524,3 +524,17 @@ def test_a_card_is_named_or_measured_in_gib() -> None:
             ConfigError, match=r"is not known; known are h100, h200, .*b200, or name the GiB"
         ):
             read_card(wrong)
+
+
+def test_carries_of_a_plan_are_for_the_longest_that_an_engine_is_asked_for() -> None:
+    """They are what the engine makes of the plan's pages."""
+    shape, found = replace(model_shape("qwen3.5-9b"), lora=Lora(8, 16.0, ("q_proj",))), list[int]()
+    for longest in (512, 4096, None):
+        asked = replace(planner("bf16", shape, 40 << 30), drawn=longest)
+        made = asked.plan(RolloutConfig(), TrainingConfig(recompute="full"), 512)
+        again = RolloutConfig(kv_pages=made.pages)
+        size = cache_size_for(shape, asked.flow, again, sizes, longest)
+        parts = size.parts(shape, asked.flow, sizes)
+        assert {name: made.rollout[name] for name in parts} == parts
+        found.append(size.carries)
+    assert found[0] > found[1] == found[2]

@@ -136,11 +136,15 @@ def test_activations_are_what_the_forward_keeps(
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("recompute", ["none", "mlp"])
+@pytest.mark.parametrize("lora", [None, Lora(96, 16.0, (*LORA_TARGETS[4:], "shared_expert_gate"))])
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8", "int8"])
-def test_a_shared_expert_is_counted(preset: Preset, recompute: Recompute) -> None:
+def test_a_shared_expert_is_counted(
+    preset: Preset, lora: Lora | None, recompute: Recompute
+) -> None:
     """Within 2%, where it is most of what is kept."""
     experts = Experts(4, 1, 16, True, shared_size=700)
     shape = replace(QWEN3, family="qwen3_next", experts=experts, **delta_nets("qwen3_next", 2))
+    shape = replace(shape, lora=lora)
     policy, tokens = random_policy(shape, PrecisionConfig(preset=preset), seed=0), 96 * 8
     training = TrainingConfig(
         tokens_per_microbatch=tokens, recompute=recompute, prompts_per_step=64

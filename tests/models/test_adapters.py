@@ -52,19 +52,19 @@ FAMILIES: tuple[Family, ...] = (
     "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen3_moe", "gpt_oss",
 )  # fmt: skip
 ALL = Lora(8, 12.0, KNOWN_TARGETS)
-OF_DELTA_NETS = "in_proj_z", "in_proj_a", "in_proj_qkvz"
-SOME = Lora(5, 7.0, ("k_proj", "v_proj", "up_proj", "qkv_proj", *OF_DELTA_NETS), rslora=True)
+OF_HYBRIDS = "in_proj_z", "in_proj_a", "in_proj_qkvz", "shared_expert_gate"
+SOME = Lora(5, 7.0, ("k_proj", "v_proj", "up_proj", "qkv_proj", *OF_HYBRIDS), rslora=True)
 
 
 def config_of(family: Family = "qwen3", lora: Lora | None = ALL, tied: bool = True) -> ModelConfig:
     config = ModelConfig("llama", 128, 128, 192, 2, 4, 2, 32, 256, 1e-6, 1e4, tied)
     config = replace(config, family=family, **delta_nets(family, 2))
-    lora = None if lora is None else lora.within(config)
-    if family in MIXTURES:  # no adapters of experts
+    if family in MIXTURES:
         config = replace(config, experts=small_experts(family, 4, 64))
-        if lora is not None:
-            ours = tuple(name for name in lora.targets if name not in LORA_TARGETS[4:])
-            lora = replace(lora, targets=ours)
+    lora = None if lora is None else lora.within(config)
+    if lora is not None and config.experts is not None and config.experts.shared_size is None:
+        ours = tuple(name for name in lora.targets if name not in LORA_TARGETS[4:])
+        lora = replace(lora, targets=ours)
     return replace(config, lora=lora)
 
 

@@ -209,12 +209,16 @@ def has_shared_expert(family: Family) -> bool:
 
 @pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "qwen3-next-80b-a3b"])
 def test_a_named_shape_is_the_default_of_transformers(name: str) -> None:
-    """But for the context and theta, of which transformers has other defaults."""
+    """But for the context, theta and the width of MLPs that no layer has: transformers has other
+    defaults.
+    """
     config = model_shape(name)
     theirs = type(AutoConfig.for_model(config.family))().to_dict()
     theirs["architectures"] = [FAMILIES[config.family].architecture]
     read_theirs = ModelConfig.from_hf(theirs, "theirs")
-    assert replace(read_theirs, max_positions=262_144, rope_theta=1e7) == config
+    published = {"max_positions": 262_144, "rope_theta": 1e7}
+    published["intermediate_size"] = 5120 if config.family == "qwen3_next" else 512
+    assert replace(read_theirs, **published) == config
 
 
 def test_qwen_windows_are_for_the_upper_layers() -> None:
@@ -383,6 +387,47 @@ PUBLISHED: dict[str, str] = {
         "use_cache": true, "vocab_size": 248320}, "tie_word_embeddings": false,
         "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5"},
         "vision_start_token_id": 248053}""",
+    "qwen3.5-35b-a3b": """{"architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "image_token_id": 248056, "model_type": "qwen3_5_moe", "text_config": {
+        "attention_bias": false, "attention_dropout": 0.0, "attn_output_gate": true,
+        "bos_token_id": 248044, "dtype": "bfloat16", "eos_token_id": 248044,
+        "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu",
+        "hidden_size": 2048, "initializer_range": 0.02, "layer_types": ["linear_attention",
+        "linear_attention", "linear_attention", "full_attention"],
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144,
+        "mlp_only_layers": [], "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": 512, "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": false, "num_attention_heads": 16,
+        "num_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 40,
+        "num_key_value_heads": 2, "output_router_logits": false, "pad_token_id": null,
+        "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_parameters": {
+        "mrope_interleaved": true, "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"},
+        "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": false, "use_cache": true, "vocab_size": 248320},
+        "tie_word_embeddings": false, "video_token_id": 248057, "vision_config": {
+        "deepstack_visual_indexes": [], "depth": 27, "hidden_size": 1152,
+        "intermediate_size": 4304, "model_type": "qwen3_5_moe", "num_heads": 16,
+        "out_hidden_size": 2048, "patch_size": 16}, "vision_end_token_id": 248054,
+        "vision_start_token_id": 248053}""",
+    "qwen3-next-80b-a3b": """{"architectures": ["Qwen3NextForCausalLM"],
+        "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 151643,
+        "decoder_sparse_step": 1, "eos_token_id": 151645, "full_attention_interval": 4,
+        "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 5120, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144, "mlp_only_layers": [],
+        "model_type": "qwen3_next", "moe_intermediate_size": 512, "norm_topk_prob": true,
+        "num_attention_heads": 16, "num_experts": 512, "num_experts_per_tok": 10,
+        "num_hidden_layers": 48, "num_key_value_heads": 2, "output_router_logits": false,
+        "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": null,
+        "rope_theta": 10000000, "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 512, "tie_word_embeddings": false,
+        "torch_dtype": "bfloat16", "transformers_version": "4.57.0.dev0", "use_cache": true,
+        "use_sliding_window": false, "vocab_size": 151936}""",
     "mixtral-8x7b": """{"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0,
         "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096,
         "initializer_range": 0.02, "intermediate_size": 14336,
@@ -409,14 +454,21 @@ PUBLISHED: dict[str, str] = {
         "tie_word_embeddings": false, "transformers_version": "4.55.0.dev0",
         "use_cache": true, "vocab_size": 201088}""",
 }
-"""As the makers of these checkpoints wrote them."""
+"""As the makers of these checkpoints wrote them.
+
+The files of Qwen3.5-35B-A3B and Qwen3-Next were not at hand. Layers, heads, widths, experts and the
+vocabulary are those of their model cards; contexts, thetas and Qwen3-Next's intermediate_size those
+of slime's scripts and Megatron's configuration; the keys of Qwen3.5 those of Qwen3.6-35B-A3B, which
+is the same model. initializer_range, dropout and router_aux_loss_coef are transformers' defaults.
+"""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_files_are_the_shapes_of_that_name(name: str) -> None:
     config = json.loads(PUBLISHED[name])
-    if "layer_types" in config:  # the first of them
-        config["layer_types"] *= config["num_hidden_layers"] // len(config["layer_types"])
+    decoder = config.get("text_config", config)
+    if "layer_types" in decoder:  # the first of them
+        decoder["layer_types"] *= decoder["num_hidden_layers"] // len(decoder["layer_types"])
     assert ModelConfig.from_hf(config, name) == model_shape(name)
 
 

@@ -27,6 +27,7 @@ from isobit.util.errors import ModelError
 from tests.models.policies import logits_of
 from tests.models.test_adapters import ALL, SOME, check_with_peft, config_of, moved, tokens, trained
 
+SHARED = "shared_expert"
 HYBRIDS: tuple[Family, ...] = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 
 
@@ -37,10 +38,11 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 @pytest.fixture
 def base(family: Family, tmp_path: Path) -> Path:
-    """A folder in which a channel of the norm in front of the delta net stands out."""
+    """A folder in which a channel of the norms in front of a delta net and of an MLP stands out."""
     policy = random_policy(config_of(family, None, tied=False), "fp32", seed=0)
     with torch.no_grad():
-        policy.masters["layers.0.input_norm.weight"][3] = 40.0
+        for norm in ("input_norm", "post_attention_norm"):
+            policy.masters[f"layers.0.{norm}.weight"][3] = 40.0
     save_policy(policy, tmp_path / "base", tokenizer_from=starter_folder())
     return tmp_path / "base"
 
@@ -52,25 +54,57 @@ def adapted(base: Path, family: Family, lora: Lora, preset: str = "fp32") -> Loa
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("lora", [ALL, SOME])
+@pytest.mark.parametrize("lora", [ALL, SOME, Lora(8, 12.0, LORA_TARGETS[4:])])
 def test_peft_computes_our_logits_and_writes_our_bytes(
     base: Path, family: Family, lora: Lora, tmp_path: Path
 ) -> None:
     check_with_peft(adapted(base, family, lora), base, tmp_path)
 
 
-def test_all_linears_of_pefts_are_those_of_attention_and_delta_nets() -> None:
-    """But for the MLPs of mixtures, and the row in front of the shared expert."""
+def test_a_shared_expert_is_read_as_peft_names_it_elsewhere(tmp_path: Path) -> None:
+    """By its modules, which PEFT does not take for routed experts in Qwen3.5."""
+    peft = pytest.importorskip("peft", reason="`pip install peft` trains adapters")
+    transformers = pytest.importorskip("transformers")
+    base = save(config_of("qwen3_5_moe_text", None, tied=False), tmp_path / "base")
+    made = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    named = [*LORA_TARGETS[4:], "shared_expert_gate"]
+    theirs = peft.get_peft_model(made, peft.LoraConfig(r=8, target_modules=named)).eval()
+    with torch.no_grad():
+        for name, values in theirs.named_parameters():
+            values.add_(0.05 if "lora_" in name else 0.0)
+    theirs.save_pretrained(tmp_path / "adapters")
+    policy = load_policy(tmp_path / "adapters", "fp32")
+    ids = tokens(policy)[:100]
+    with torch.no_grad():
+        expected = theirs(ids[None]).logits[0]
+    found = logits_of(policy, ids)
+    torch.testing.assert_close(found, expected[:, : found.shape[1]], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("named", ["experts.gate_up_proj", ["gate_proj.weight"], [7], {"a": 1}])
+def test_other_weights_than_a_shared_experts_are_refused(named: Any, tmp_path: Path) -> None:
+    base = save(config_of("qwen3_next", None, tied=False), tmp_path / "base")
+    write_model(trained(base, "fp32", replace(ALL, targets=("q_proj",))), tmp_path / "adapters")
+    path = tmp_path / "adapters" / CONFIG_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"target_parameters": named}))
+    with pytest.raises(ModelError, match=r"target_parameters is .* only where these are a shared"):
+        read_any_config(tmp_path / "adapters")
+
+
+def test_all_linears_of_pefts_are_ours() -> None:
+    """But for the shared expert's MLP of Qwen3-Next, which PEFT takes for the routed experts'."""
     peft = pytest.importorskip("peft", reason="`pip install peft` finds all linears")
     transformers = pytest.importorskip("transformers")
     for family in HYBRIDS:
         hf_config = transformers.AutoConfig.for_model(**config_of(family, None).to_hf())
         made = transformers.AutoModelForCausalLM.from_config(hf_config)
         named = peft.get_peft_model(made, peft.LoraConfig(target_modules="all-linear"))
-        found = {name for name in named.targeted_module_names if "shared_expert" not in name}
+        found = set(named.targeted_module_names)
         ours = config_of(family, ALL)
         wanted = {part for one in adapter_masters(ours).values() for part in one.adapter}
         wanted = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in wanted}
+        if family == "qwen3_next":
+            wanted = {name for name in wanted if ".shared_expert." not in name}
         assert found == wanted
 
 
@@ -94,7 +128,10 @@ def test_int8_moves_what_stands_out_into_every_a_behind_the_norm(
     exact = adapted(base, family, ALL)
     write_model(exact, tmp_path / "adapters")
     int8 = load_policy(tmp_path / "adapters", "int8")
-    for reader in ("in_proj", "gates"):
+    mlps = [f"{SHARED}.gate_up_proj", f"{SHARED}_gate"]
+    if exact.policy.config.experts is None:
+        mlps = ["gate_up_proj"]
+    for reader in ("in_proj", "gates", *mlps):
         name = f"layers.0.{reader}.lora_A.weight"
         factor = int8.masters[name] / exact.policy.masters[name]
         assert factor[:, 3].unique().tolist() == [64.0]
@@ -115,7 +152,10 @@ def test_merged_matrices_are_the_sum_rounded_once(
     source = find_source(tmp_path / "adapters", None, lambda line: None)
     export(source, tmp_path / "merged", merge=True)
     merged, plain = (load_policy(tmp_path / place, "fp32") for place in ("merged", "base"))
-    for path in ("layers.0.in_proj", "layers.0.gates", "layers.0.out_proj"):
+    shared = [f"layers.0.{SHARED}{name}" for name in (".gate_up_proj", ".down_proj", "_gate")]
+    if model.policy.config.experts is None:
+        shared = []
+    for path in ("layers.0.in_proj", "layers.0.gates", "layers.0.out_proj", *shared):
         name = f"{path}.weight"
         a, b = (model.policy.masters[f"{path}.lora_{one}.weight"].detach().double() for one in "AB")
         rows = list(model.policy.decoder.masters()[name].parts.values())
@@ -143,9 +183,9 @@ def test_targets_are_those_that_a_model_has() -> None:
     ):
         with pytest.raises(ModelError, match=wanted):
             of(model, "all-linear", target) if model is dense else of(model, target)
-    experts = r"experts of a qwen3_next model.*set lora\.targets to q_proj, .*in_proj_qkvz, .*out"
-    with pytest.raises(ModelError, match=experts):
-        replace(joined, lora=of(joined, "all-linear"))
+    assert of(joined, "all-linear").targets[:7] == LORA_TARGETS
+    mixed = of(config_of("qwen3_5_moe_text", None), "all-linear")
+    assert mixed.targets == (*LORA_TARGETS, *own, "shared_expert_gate")
 
 
 @pytest.mark.parametrize("named", ["all-linear", [*LORA_TARGETS, *SOME.targets, "in_proj_qkvz"]])
@@ -192,12 +232,12 @@ def save(config: ModelConfig, folder: Path) -> Path:
     return folder
 
 
-def test_adapters_of_delta_nets_alone_change_the_function(family: Family) -> None:
+def test_adapters_of_one_linear_alone_change_the_function(family: Family) -> None:
     """Each linear's adapter alone, so that none is left out in silence."""
     plain = random_policy(config_of(family, None), "bf16", seed=0)
     ids = tokens(plain)[:100]
     expected = logits_of(plain, ids)
-    for target in config_of(family, None).lora_targets[len(LORA_TARGETS) :]:
+    for target in config_of(family, None).lora_targets[4:]:
         one = random_policy(config_of(family, replace(ALL, targets=(target,))), "bf16", seed=0)
         assert torch.equal(logits_of(one, ids), expected), "B is zeros"
         assert not torch.equal(logits_of(moved(one), ids), expected)

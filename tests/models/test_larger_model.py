@@ -212,13 +212,14 @@ def test_adapters_have_the_names_of_the_larger_model(
 def test_so_have_those_of_delta_nets(has_experts: bool, tmp_path: Path) -> None:
     made = qwen(tmp_path / "qwen", has_experts)
     check_adapters(made, "fp32", tmp_path / "adapters")
+    check_adapters(made, "fp32", tmp_path / "of_mlps", LORA_TARGETS[4:])
 
 
-def check_adapters(made: Path, preset: str, folder: Path) -> None:
+def check_adapters(
+    made: Path, preset: str, folder: Path, targets: tuple[str, ...] | None = None
+) -> None:
     config = read_config(made)
-    left_out = () if config.experts is None else LORA_TARGETS[4:]
-    targets = tuple(name for name in config.lora_targets if name not in left_out)
-    config = replace(config, lora=Lora(4, 8.0, targets))
+    config = replace(config, lora=Lora(4, 8.0, targets or config.lora_targets))
     masters = read_masters(made, config)
     policy = Policy(config, PrecisionConfig.model_validate(preset), masters)
     with torch.no_grad():

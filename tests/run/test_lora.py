@@ -132,19 +132,15 @@ def test_so_has_that_of_a_hybrid_whose_delta_nets_learn(
 ) -> None:
     shape = tiny_model(family=family, num_layers=2, **delta_nets(family, 2))
     shape = replace(shape, experts=small_experts(family, 4, 64))
-    lora = {"rank": 4, "targets": [n for n in shape.lora_targets if n not in LORA_TARGETS]}
-    options = {
-        "model": str(save_tiny(tmp_path / "hybrid", shape)),
-        "precision": precision,
-        "lora": lora if shape.experts else LORA,
-    }
+    options = {"model": str(save_tiny(tmp_path / "hybrid", shape)), "precision": precision}
     whole = make_config(**options)
     check_resumed(whole, make_config(**options, output=str(tmp_path / "cut")))
     lines = json_lines(whole.output / "metrics.jsonl")
     found = [one["log_prob_diff/tokens_differing"] for one in lines if "log_prob_diff/mean" in one]
     assert found == [0, 0, 0]
     masters = TensorFile(whole.output / "checkpoints" / "step_000003" / "masters.safetensors")
-    for path in ("in_proj", "gates", "out_proj"):
+    shared = [f"shared_expert{name}" for name in (".gate_up_proj", ".down_proj", "_gate")]
+    for path in ("in_proj", "gates", "out_proj", *(shared if shape.experts else ())):
         assert bool(masters[f"layers.0.{path}.lora_B.weight"].any())
 
 

@@ -21,6 +21,7 @@ from isobit.memory.host import MemoryEstimate
 from isobit.models import policy
 from isobit.parallel.gradient_sum import ONE_SLOT
 from isobit.parallel.world import World
+from isobit.rollout.native import NativeEngine
 from isobit.run import model_source
 from isobit.run import plan as plan_module
 from isobit.run import plan as planning
@@ -30,7 +31,9 @@ from isobit.run.rl_run import RlRun, prepare_rl, read_rl
 from isobit.store.manifest import environment
 from isobit.util.errors import CheckpointError, ConfigError, RequestError
 from isobit.util.machine import Memory
+from tests.models.policies import delta_nets
 from tests.ranks import in_ranks
+from tests.tiny import save_tiny, tiny_model
 
 MakeConfig = Callable[..., RunConfig]
 PLENTY = Memory(total=1 << 40, available=1 << 40)
@@ -58,6 +61,31 @@ def test_a_plan_agrees_with_the_run(make_config: MakeConfig) -> None:
     assert plan.memory.size("masters") == sum(
         4 * master.numel() for master in run.model.policy.parameters()
     )
+
+
+def test_a_run_of_a_hybrid_has_carries_for_the_longest_that_it_asks_for(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    shape = tiny_model(family="qwen3_5_text", num_layers=2, **delta_nets("qwen3_5_text", 2))
+    model = str(save_tiny(tmp_path / "hybrid", replace(shape, max_positions=1 << 15)))
+
+    def planned(new: int, evaluated: int) -> int:
+        rollout = {"max_new_tokens": new, "kv_memory_gib": 2e-3}
+        config = make_config(
+            model=model, precision="bf16", rollout=rollout, evaluation={"max_new_tokens": evaluated}
+        )
+        dry, engine = plan_run(config), prepare_rl(resolve(config)).engine
+        assert isinstance(engine, NativeEngine)
+        size = engine._size
+        shape, flow = dry.plan.model.config, dry.flow
+        parts = size.parts(shape, flow, support("cpu").sizes)
+        assert isinstance(dry.memory, MemoryEstimate)
+        assert {name: dry.memory.size(name) for name in parts} == parts
+        assert dry.plan.drawn == dry.plan.longest + max(0, evaluated - new)
+        return size.carries
+
+    few, evaluated, many = planned(8, 600), planned(600, 8), planned(8, 8)
+    assert few == evaluated < many
 
 
 def test_the_text_holds_recipe_flow_data_and_memory(make_config: MakeConfig) -> None:

@@ -1,17 +1,21 @@
 """Calls of tools in answers: in every format, whole and in pieces, and by OpenAI's client."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from isobit.config.data import ChatConfig
 from isobit.config.environment import ToolFormat
 from isobit.data.tokenizer import load_tokenizer
 from isobit.rollout.sequence import decode
+from isobit.serve.prompt_reader import PromptReader
 from isobit.serve.protocol import ChatRequest
 from isobit.serve.response_formats import ChatFormat
 from isobit.serve.token_texts import ChoicePart, ScoredPrompt, Spelling
 from isobit.starter import starter_folder
+from tests.data.test_harmony import DATE, tokenizer_of
 from tests.serve.servers import BROKEN, KEY, Running, call_text
 
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -78,12 +82,60 @@ def test_pieces_say_what_the_whole_says(
         told = [streamed.delta(prompt, ChoicePart(0, piece)) for piece in pieces]
         last = streamed.delta(prompt, ChoicePart(0, finish_reason="stop"))
         told.append(last)
-        said = "".join(one["delta"].get("content", "") for one in told)
-        assert said == (message["content"] or "")
+        for key in ("content", "reasoning_content"):
+            said = "".join(one["delta"].get(key, "") for one in told)
+            assert said == (message.get(key) or "")
         assert [one for one in told[:-1] if "tool_calls" in one["delta"]] == []
         listed = last["delta"].get("tool_calls", [])
         assert listed == [{"index": at, **call} for at, call in enumerate(found)]
         assert last["finish_reason"] == whole["finish_reason"]
+
+
+@pytest.mark.parametrize(
+    ("calls", "prompt", "text", "thinking", "content"),
+    [
+        (
+            "hermes",
+            "x",
+            "\n<think>\nHm < 2</th\n</think>\n\n4 <think>",
+            "\nHm < 2</th\n",
+            "\n\n4 <think>",
+        ),
+        ("hermes", "x<think>\n", "Hm</think>4", "Hm", "4"),
+        ("hermes", "x", "4</think>", "", "4</think>"),
+        ("hermes", "x", "<thin", "", "<thin"),
+        ("hermes", "x", "<thin ice>", "", "<thin ice>"),
+        ("hermes", "x", " \n ", "", " \n "),
+        ("mistral", "x", "[THINK]Hm[/THINK]4", "Hm", "4"),
+        ("mistral", "x", "[THINK]Hm[/THI", "Hm[/THI", ""),
+        (None, "x<think>", "Hm", "Hm", ""),
+        ("hermes", "x", f"<think>Hm</think>So\n<tool_call>{ADD}", "Hm", "So"),
+        ("harmony", "x", f"{ANALYSIS}Hm{NEXT}<|channel|>final<|message|>4", "Hm", "4"),
+        ("harmony", f"x{ANALYSIS}", f"Hm{NEXT}{CALL}{json.dumps(GIVEN)}", "Hm", ""),
+    ],
+)
+def test_thinking_is_told_from_content(
+    calls: ToolFormat | None, prompt: str, text: str, thinking: str, content: str
+) -> None:
+    """Between tags where the request asks for it, else it is content as it was drawn."""
+    read, asked = ScoredPrompt(prompt, (1, 2)), {"separate_reasoning": True}
+    whole = form(calls, **asked).choice(read, ChoicePart(0, text, finish_reason="stop"))
+    message = whole["message"]
+    assert message.get("reasoning_content", "") == thinking
+    assert (message["content"] or "") == content
+    for size in (1, 2, 5, 100):
+        streamed = form(calls, **asked)
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        told = [streamed.delta(read, ChoicePart(0, piece))["delta"] for piece in pieces]
+        told.append(streamed.delta(read, ChoicePart(0, finish_reason="stop"))["delta"])
+        assert "".join(one.get("reasoning_content", "") for one in told) == thinking
+        assert "".join(one.get("content", "") for one in told) == content
+    plain = form(calls).choice(read, ChoicePart(0, text, finish_reason="stop"))["message"]
+    if calls == "harmony":
+        assert plain == message
+    else:
+        assert "reasoning_content" not in plain
+        assert "tool_calls" in plain or plain["content"] == text
 
 
 def test_thinking_that_the_prompt_has_begun_has_no_calls() -> None:
@@ -196,3 +248,22 @@ def test_a_call_that_is_cut_ahead_of_its_arguments_is_none(reason: Any, count: i
     assert len(found["message"].get("tool_calls", [])) == count
     assert found["finish_reason"] == ("tool_calls" if count else "length")
     assert found["message"]["content"] == "I add."
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
+def test_thinking_that_clients_send_back_stands_ahead_of_its_call(family: str) -> None:
+    """But where gpt-oss's template would refuse it, beside content."""
+    model: Any = SimpleNamespace(context=100_000)
+    reader = PromptReader(model, tokenizer_of(family), ChatConfig(date=DATE))
+    tool = {"type": "function", "function": {**TOOL["function"], "description": "Adds."}}
+    call = {"type": "function", "id": "call00001", "function": {"name": "add", "arguments": "{}"}}
+    said = {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "call00001", "content": "4"}
+    begin, end = (ANALYSIS, NEXT) if family == "gpt_oss" else ("<think>\n", "\n</think>")
+    for content in (None, "", "Well."):
+        messages = [{"role": "user", "content": "x"}, {**said, "content": content}, result]
+        body = {"model": "m", "messages": messages, "tools": [tool]}
+        text = reader.rendered(ChatRequest.model_validate(body)).text
+        assert (content or "") in text
+        is_kept = family == "qwen3" or not content
+        assert (f"{begin}Hm.{end}" in text) is is_kept, text

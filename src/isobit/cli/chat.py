@@ -139,7 +139,7 @@ def _say_answer(
     parts = list[str]()
 
     def show(text: str, is_last: bool = False) -> None:
-        answer = text if reader is None else reader.feed(text, is_last)
+        answer = text if reader is None else reader.feed(text, is_last).answer
         parts.append(answer)
         print(printable(answer if hides else text), end="", flush=True)
 

@@ -158,7 +158,7 @@ def plan_training(
     else:
         memory = _plan_main_memory(plan, flow, back_end.sizes, processes)
         cached = with_heads_of_a_rank(model, cluster.rollout_tp)
-        pages = cache_size_for(cached, flow, config.rollout, back_end.sizes).pages
+        pages = cache_size_for(cached, flow, config.rollout, back_end.sizes, plan.drawn).pages
         pages = pages if plan.samples_here else _AT_SERVERS
     limits = EngineLimits(
         model.max_positions, model.vocab_size, pages, back_end.sizes.page_tokens, True
@@ -334,6 +334,7 @@ def _plan_main_memory(
         plan.frozen,
         processes,
         plan.config.cluster.rollout_tp,
+        plan.drawn,
     )
     if plan.samples_here:
         return estimate

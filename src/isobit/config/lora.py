@@ -16,7 +16,9 @@ DELTA_TARGETS = (
     "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj",
 )  # fmt: skip
 """Those of gated delta nets. Qwen3-Next has in_proj_qkvz and in_proj_ba, the others have four."""
-KNOWN_TARGETS = (*LORA_TARGETS, "qkv_proj", "gate_up_proj", *DELTA_TARGETS)
+SHARED_GATE = "shared_expert_gate"
+"""The row in front of a shared expert."""
+KNOWN_TARGETS = (*LORA_TARGETS, "qkv_proj", "gate_up_proj", *DELTA_TARGETS, SHARED_GATE)
 ALL_LINEAR = "all-linear"
 
 
@@ -31,9 +33,10 @@ class LoraConfig(Strict):
     """An adapter's output is multiplied by alpha / rank; by default alpha is twice the rank."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """Linears that have an adapter, of those that the model has: q_proj, k_proj, v_proj, o_proj,
-    gate_proj, up_proj and down_proj, of Phi-3 qkv_proj, o_proj, gate_up_proj and down_proj, of
-    gated delta nets in_proj_qkv, in_proj_z, in_proj_b and in_proj_a, or in_proj_qkvz and
-    in_proj_ba, and out_proj; or all-linear for all of them.
+    gate_proj, up_proj and down_proj (where there are experts, of the shared one, which also has
+    shared_expert_gate), of Phi-3 qkv_proj, o_proj, gate_up_proj and down_proj, of gated delta nets
+    in_proj_qkv, in_proj_z, in_proj_b and in_proj_a, or in_proj_qkvz and in_proj_ba, and out_proj;
+    or all-linear for all of them.
     """
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732)."""

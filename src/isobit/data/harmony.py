@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobit.data.call_values import json_at, shown_at
 from isobit.data.parsed_calls import MalformedCall, Parsed, Said, begun, named_call
+from isobit.data.thinking import Portions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -201,18 +202,23 @@ class _MessageReader:
 
 
 class AnswerReader:
-    """Leaves the channel ``analysis`` and all headers out of a turn that arrives in pieces; text
-    without them stays as it is, and so does what a header holds that has no message, beside its
-    names. ``is_thinking`` is as for ``HarmonyReader``.
+    """Tells the channel ``analysis`` from the rest of a turn that arrives in pieces, without
+    headers; text without them is answer, and so is what a header holds that has no message, beside
+    its names. ``is_thinking`` is as for ``HarmonyReader``.
     """
 
     def __init__(self, is_thinking: bool) -> None:
         self._messages = _MessageReader(is_thinking)
 
-    def feed(self, text: str, is_last: bool) -> str:
-        """Take more of the turn, and give back what is seen of it so far; with ``is_last`` all."""
-        pieces = self._messages.feed(text, is_last)
-        return "".join(one.text for one in pieces if one.channel != "analysis" or one.is_call)
+    def feed(self, text: str, is_last: bool) -> Portions:
+        """Take more of the turn, and give back what can be told of it so far; with ``is_last``
+        all.
+        """
+        thinking, answer = list[str](), list[str]()
+        for one in self._messages.feed(text, is_last):
+            is_thought = one.channel == "analysis" and not one.is_call
+            (thinking if is_thought else answer).append(one.text)
+        return Portions("".join(thinking), "".join(answer))
 
 
 def final_answer(text: str, is_thinking: bool) -> str | None:

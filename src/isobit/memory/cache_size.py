@@ -318,19 +318,27 @@ _BESIDE = 8  # so many running sequences have one more carry beside theirs
 
 
 def with_carries(
-    shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig, sizes: Sizes, pages: int
+    shape: ModelConfig,
+    flow: PrecisionFlow,
+    config: RolloutConfig,
+    sizes: Sizes,
+    pages: int,
+    longest: int | None = None,
 ) -> CacheSize:
     """A cache of so many pages, with carries for ``max_sequences``, or for fewer where these would
     take more than ``CARRIED`` times the memory of the pages; but for as many of the longest
-    sequences as the pages hold in any case.
+    sequences as the pages hold in any case. ``longest``: tokens of the longest sequence that can be
+    asked for, by default the model's context. Where the pages hold one of these, what it needs is
+    enough, so that no memory that suffices for a longer one is too little.
     """
     carry = sizes.carry_bytes(shape, flow)
     if not carry:
         return CacheSize(pages)
-    longest = pages // pages_for(shape.max_positions, sizes.page_tokens)
+    held = pages // pages_for(longest or shape.max_positions, sizes.page_tokens)
+    least = carries_for(held) if held > 1 else LEAST_CARRIES
     most = CARRIED * pages * sizes.page_bytes(shape, flow) // carry
     wanted = carries_for(config.max_sequences)
-    return CacheSize(pages, min(wanted, max(carries_for(longest), most)))
+    return CacheSize(pages, min(wanted, max(least, most)))
 
 
 def carries_for(sequences: int) -> int:
@@ -340,9 +348,12 @@ def carries_for(sequences: int) -> int:
     return sequences + sequences // _BESIDE + LEAST_CARRIES
 
 
-def choose_cache_size(policy: SampledPolicy, config: RolloutConfig) -> CacheSize:
-    """The size of a policy's cache on its device: ``kv_pages`` if it is set. Raises ConfigError if
-    the memory does not hold one page, or main memory not as many as were asked for.
+def choose_cache_size(
+    policy: SampledPolicy, config: RolloutConfig, longest: int | None = None
+) -> CacheSize:
+    """The size of a policy's cache on its device: ``kv_pages`` if it is set, with carries as of
+    ``with_carries``. Raises ConfigError if the memory does not hold one page, or main memory not as
+    many as were asked for.
 
     Ranks that share a policy all have as many pages as the one with the least free memory. What
     they gather is small beside the activations of a whole forward.
@@ -351,7 +362,7 @@ def choose_cache_size(policy: SampledPolicy, config: RolloutConfig) -> CacheSize
     cut = policy.weights("rollout").tensor_parallel
     shape = cut.share(policy.config)
     if device is None or config.kv_pages is not None or config.kv_memory_gib is not None:
-        size = cache_size_for(shape, policy.flow, config, sizes)
+        size = cache_size_for(shape, policy.flow, config, sizes, longest)
         if device is None:
             _check_host(size.bytes(shape, policy.flow, sizes), config)
         return size
@@ -368,7 +379,7 @@ def choose_cache_size(policy: SampledPolicy, config: RolloutConfig) -> CacheSize
             f"kernels ({gib(reserve)}): end what else runs on the device, lower "
             "rollout.max_batched_tokens or rollout.max_sequences, or set rollout.kv_memory_gib"
         )
-    return cache_size_within(shape, policy.flow, config, sizes, available)
+    return cache_size_within(shape, policy.flow, config, sizes, available, longest)
 
 
 def _check_host(cache_bytes: int, config: RolloutConfig) -> None:
@@ -383,36 +394,50 @@ def _check_host(cache_bytes: int, config: RolloutConfig) -> None:
 
 
 def cache_size_for(
-    shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig, sizes: Sizes
+    shape: ModelConfig,
+    flow: PrecisionFlow,
+    config: RolloutConfig,
+    sizes: Sizes,
+    longest: int | None = None,
 ) -> CacheSize:
     """The size in main memory, or as configured. Raises ConfigError as ``choose_cache_size``
     does.
     """
     if config.kv_pages is not None:
-        return with_carries(shape, flow, config, sizes, config.kv_pages)
+        return with_carries(shape, flow, config, sizes, config.kv_pages, longest)
     memory = int((config.kv_memory_gib or _HOST_GIB) * _GIB)
-    return cache_size_within(shape, flow, config, sizes, memory)
+    return cache_size_within(shape, flow, config, sizes, memory, longest)
 
 
 def pages_within(
-    shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig, sizes: Sizes, memory: int
+    shape: ModelConfig,
+    flow: PrecisionFlow,
+    config: RolloutConfig,
+    sizes: Sizes,
+    memory: int,
+    longest: int | None = None,
 ) -> int:
     """The most pages that fit into ``memory`` bytes with their carries."""
 
     def taken(pages: int) -> int:
-        return with_carries(shape, flow, config, sizes, pages).bytes(shape, flow, sizes)
+        return with_carries(shape, flow, config, sizes, pages, longest).bytes(shape, flow, sizes)
 
     most = max(0, memory) // sizes.page_bytes(shape, flow)
     return bisect_right(range(1, most + 1), memory, key=taken)
 
 
 def cache_size_within(
-    shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig, sizes: Sizes, memory: int
+    shape: ModelConfig,
+    flow: PrecisionFlow,
+    config: RolloutConfig,
+    sizes: Sizes,
+    memory: int,
+    longest: int | None = None,
 ) -> CacheSize:
     """Pages for ``max_sequences`` of the longest sequences that fit into ``memory`` bytes, with
     their carries. Raises ConfigError if not one page does.
     """
-    affordable = pages_within(shape, flow, config, sizes, memory)
+    affordable = pages_within(shape, flow, config, sizes, memory, longest)
     if not affordable:
         page = sizes.page_bytes(shape, flow)
         beside = with_carries(shape, flow, config, sizes, 1).bytes(shape, flow, sizes) - page
@@ -423,7 +448,7 @@ def cache_size_within(
             f"takes {page / _GIB:.3g} GiB in this model{carries}"
         )
     most = config.max_sequences * pages_for(shape.max_positions, sizes.page_tokens)
-    return with_carries(shape, flow, config, sizes, min(affordable, most))
+    return with_carries(shape, flow, config, sizes, min(affordable, most), longest)
 
 
 @contextmanager

@@ -151,6 +151,9 @@ class DevicePlanner:
     copied: int = 0  # bytes of the weights that another engine has for itself
     rollout_tp: int = 1  # processes that share an engine
     can_share: bool = True  # whether the recipe lets them
+    drawn: int | None = None
+    """Tokens of the longest sequence that an engine can be asked for; by default the model's
+    context."""
 
     @property
     def planned(self) -> int:
@@ -228,7 +231,8 @@ class DevicePlanner:
             return int(rollout.kv_memory_gib * (1 << 30))
         cached = self._cached, self.flow
         pages = rollout.kv_pages or pages_for(longest, self.sizes.page_tokens)
-        return with_carries(*cached, rollout, self.sizes, pages).bytes(*cached, self.sizes)
+        size = with_carries(*cached, rollout, self.sizes, pages, self.drawn)
+        return size.bytes(*cached, self.sizes)
 
     @property
     def _cached(self) -> ModelConfig:
@@ -236,7 +240,7 @@ class DevicePlanner:
 
     def most_pages(self, rollout: RolloutConfig, memory: int) -> int:
         """The most pages of a cache that fit into so many bytes, with what sequences carry."""
-        return pages_within(self._cached, self.flow, rollout, self.sizes, memory)
+        return pages_within(self._cached, self.flow, rollout, self.sizes, memory, self.drawn)
 
     @property
     def _copy(self) -> dict[str, int]:
@@ -316,6 +320,6 @@ class DevicePlanner:
 
     def _cache_size(self, rollout: RolloutConfig, wanted: int, available: int) -> CacheSize:
         if rollout.kv_pages is not None:
-            return cache_size_for(self._cached, self.flow, rollout, self.sizes)
+            return cache_size_for(self._cached, self.flow, rollout, self.sizes, self.drawn)
         memory = wanted if rollout.kv_memory_gib is not None else available
-        return cache_size_within(self._cached, self.flow, rollout, self.sizes, memory)
+        return cache_size_within(self._cached, self.flow, rollout, self.sizes, memory, self.drawn)

@@ -179,10 +179,12 @@ def estimate_memory(
     frozen: Sequence[FrozenModel] = (),
     processes: int = 1,
     rollout_tp: int = 1,
+    drawn: int | None = None,
 ) -> MemoryEstimate:
     """The estimate for sequences of at most ``longest`` tokens on a back end of those sizes, beside
     ``frozen`` models, for so many processes on this machine, of which ``rollout_tp`` share an
-    engine. Raises ConfigError if ``rollout`` gives the cache no page.
+    engine. That can be asked for sequences of ``drawn`` tokens, by default the model's context.
+    Raises ConfigError if ``rollout`` gives the cache no page.
     """
     masters = [prod(sizes) for sizes in master_shapes(shape).values()]
     parameters = sum(masters)
@@ -205,7 +207,7 @@ def estimate_memory(
         *_each(
             processes,
             MemoryItem("gradients on their way", on_their_way, _MODEL),
-            *_of_the_engine(shape, flow, rollout, sizes, rollout_tp),
+            *_of_the_engine(shape, flow, rollout, sizes, rollout_tp, drawn),
             MemoryItem(
                 "activations",
                 saved_bytes(shape, flow, sizes, training.recompute, tokens, attended)
@@ -229,11 +231,16 @@ def estimate_memory(
 
 
 def _of_the_engine(
-    shape: ModelConfig, flow: PrecisionFlow, rollout: RolloutConfig, sizes: Sizes, rollout_tp: int
+    shape: ModelConfig,
+    flow: PrecisionFlow,
+    rollout: RolloutConfig,
+    sizes: Sizes,
+    rollout_tp: int,
+    drawn: int | None,
 ) -> list[MemoryItem]:
     """What each of so many processes has of the weights and of the engine that they share."""
     cached = with_heads_of_a_rank(shape, rollout_tp)
-    size = cache_size_for(cached, flow, rollout, sizes)
+    size = cache_size_for(cached, flow, rollout, sizes, drawn)
     key = "rollout.kv_memory_gib" if rollout.kv_pages is None else "rollout.kv_pages"
     names = ("published weights", "matrices of a layer", "the engine's own weights")
     weights = zip(names, shared_bytes(shape, flow, sizes, rollout_tp), strict=True)

@@ -4,6 +4,9 @@
     adapter_model.safetensors     base_model.model.MODULE.lora_A.weight    [r, K]
                                   base_model.model.MODULE.lora_B.weight    [N, r]
 
+Linears of a shared expert are named by their weights (``target_parameters``): by modules' names
+alone PEFT takes those of Qwen3-Next for the routed experts. Both are read.
+
 An adapter that is read is y = W x + scale B A x on the published W, with one rank and one scale.
 The tensors say which linears have one: ``target_modules`` may be a regular expression, which is not
 evaluated, and keys that choose modules or layers change nothing once the tensors are there.
@@ -40,6 +43,7 @@ _READ = {
     "r",
     "revision",
     "target_modules",
+    "target_parameters",
     "use_rslora",
 }
 _IGNORED = {
@@ -79,6 +83,8 @@ below 100; sums over thousands of products of larger ones come near the largest 
 _ALONE, _WITHIN_LARGER = "base_model.model.model.", "base_model.model.model.language_model."
 """The beginnings of names, in the second case where the base is a larger model."""
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
+_SHARED = re.compile(r"(?:.*\.)?shared_expert\.(?P<target>gate_proj|up_proj|down_proj)\.weight")
+"""A shared expert's weight among ``target_parameters``."""
 _LITERAL = re.compile(r"\^?[\w.\\]+\$?")
 """A pattern of modules without repetition: the time of its search is bounded."""
 
@@ -283,6 +289,9 @@ def _targets(
 ) -> tuple[tuple[str, ...], bool]:
     """The targets, and whether all layers have them."""
     named, chosen = config.get("target_modules"), any(config.get(key) for key in _CHOOSING)
+    shared = _of_shared_expert(path, config.get("target_parameters") or [])
+    if shared and isinstance(named, list | None):
+        named = [*(named or []), *shared]
     having = {module.rpartition(".")[2] for module in tensors.modules}
     if strange := sorted(having - set(KNOWN_TARGETS)):
         raise ModelError(
@@ -300,6 +309,19 @@ def _targets(
             f"{', '.join(KNOWN_TARGETS)}, or a regular expression"
         )
     return tuple(name for name in KNOWN_TARGETS if name in having), False
+
+
+def _of_shared_expert(path: Path, parameters: object) -> list[str]:
+    """The targets that are named by their weights. Raises ModelError for any other weight."""
+    names = parameters if isinstance(parameters, list) else [parameters]
+    found = [_SHARED.fullmatch(name) if isinstance(name, str) else None for name in names]
+    targets = [match["target"] for match in found if match is not None]
+    if len(targets) < len(names):
+        raise ModelError(
+            f"{path}: target_parameters is {_value(parameters)}; adapters are read of linears, "
+            "and of weights only where these are a shared expert's"
+        )
+    return targets
 
 
 def _are_texts(value: object) -> TypeGuard[list[str]]:
@@ -371,10 +393,17 @@ def write_adapters(
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = adapter_config(lora, base)
+    modules = {".".join(name.split(".")[-4:-2]) for name in tensors}
+    shared = [name for name in lora.targets if f"shared_expert.{name}" in modules]
+    others = [name for name in lora.targets if name not in shared]
+    if shared:
+        config["target_modules"] = others
+        config["target_parameters"] = [f"shared_expert.{name}.weight" for name in shared]
     described = base / "config.json"
     if described.is_file() and is_larger(parse_json(read_plain(described), str(described))):
         tensors = {name.replace(_ALONE, _WITHIN_LARGER, 1): one for name, one in tensors.items()}
-        config["target_modules"] = rf".*language_model\..*\.({'|'.join(lora.targets)})"
+        if others:
+            config["target_modules"] = rf".*language_model\..*\.({'|'.join(others)})"
     text = json_text(config, indent=2)
     (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     write_tensors(folder / WEIGHTS_FILE, tensors, tensors.__getitem__, {"format": "pt"})

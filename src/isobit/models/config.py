@@ -18,6 +18,7 @@ from isobit.config.lora import (
     DELTA_TARGETS,
     FUSED_TARGETS,
     LORA_TARGETS,
+    SHARED_GATE,
     LoraConfig,
 )
 from isobit.config.model_shape import (
@@ -178,7 +179,8 @@ class ModelConfig:
     def _check_lora(self, lora: "Lora") -> None:
         mlp = LORA_TARGETS[4:]
         others = [name for name in self.lora_targets if name not in mlp]
-        if self.experts is not None and {*mlp} & {*lora.targets}:
+        is_routed = self.experts is not None and self.experts.shared_size is None
+        if is_routed and {*mlp} & {*lora.targets}:
             raise ModelError(
                 f"LoRA does not train the experts of a {self.family} model, only its attention; "
                 f"set lora.targets to {', '.join(others)}, or some of them"
@@ -200,7 +202,8 @@ class ModelConfig:
             return LORA_TARGETS
         joined = FAMILIES[self.family].joins_heads
         own = DELTA_TARGETS[4:] if joined else (*DELTA_TARGETS[:4], DELTA_TARGETS[-1])
-        return (*LORA_TARGETS, *own)
+        is_shared = self.experts is not None and self.experts.shared_size is not None
+        return (*LORA_TARGETS, *own, *([SHARED_GATE] if is_shared else []))
 
     @property
     def num_drawn(self) -> int:

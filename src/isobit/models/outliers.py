@@ -23,7 +23,9 @@ _READERS = {
         "router",
         "experts.gate_up_proj",
         "shared_expert_gate",
+        "shared_expert_gate.lora_A",
         "shared_expert.gate_up_proj",
+        "shared_expert.gate_up_proj.lora_A",
     ),
 }
 """The matrices that read a layer's norms."""

@@ -149,7 +149,7 @@ SHAPES: dict[str, ModelConfig] = {
         **_delta_nets(40),
     ),
     "qwen3-next-80b-a3b": ModelConfig(
-        *("qwen3_next", 151936, 2048, 5632, 48, 16, 2, 256, 262144, 1e-6, 1e7),
+        *("qwen3_next", 151936, 2048, 5120, 48, 16, 2, 256, 262144, 1e-6, 1e7),
         tied_embeddings=False,
         partial_rotary_factor=0.25,
         experts=Experts(512, 10, 512, renormalise=True, shared_size=512),

@@ -105,7 +105,7 @@ def gpu_figures(
             cached = size.pages * sizes.page_tokens
     training, time, problem = None, None, ""
     try:
-        planner = DevicePlanner(config, flow, sizes, total, processes=gpus)
+        planner = DevicePlanner(config, flow, sizes, total, processes=gpus, drawn=longest)
         training = planner.plan(rollout, training_config, longest)
         time = estimate_step(_step_work(config, flow, settings, training, longest), card)
     except ConfigError as error:

@@ -18,16 +18,23 @@ from isobit.util.option_secrets import ENVIRONMENT
 
 
 def make_engine(
-    model: LoadedModel, rollout: RolloutConfig, config: Recipe, world: World, sharing: World
+    model: LoadedModel,
+    rollout: RolloutConfig,
+    config: Recipe,
+    world: World,
+    sharing: World,
+    longest: int,
 ) -> RolloutEngine:
-    """What ``rollout.engine`` names, for a run of ``config`` with sizes of ``rollout``; every rank
-    of its world has servers of its own, and the ranks ``sharing`` a native engine have one
-    together.  Raises ConfigError where it cannot be had.
+    """What ``rollout.engine`` names, for a run of ``config`` with sizes of ``rollout`` that asks
+    for sequences of at most ``longest`` tokens; every rank of its world has servers of its own, and
+    the ranks ``sharing`` a native engine have one together.  Raises ConfigError where it cannot be
+    had.
     """
     seed, output = config.seed, config.output
     if not isinstance(rollout, RunRolloutConfig) or rollout.engine == "native":
         if sharing.size == 1:
-            return NativeEngine(model.policy, rollout, model.tokenizer, seed)
+            size = choose_cache_size(model.policy, rollout, longest)
+            return NativeEngine(model.policy, rollout, model.tokenizer, seed, size=size)
         firsts = range(0, world.size, sharing.size)
         places = range(sharing.size)
         peers = world.split_groups([[first + place for first in firsts] for place in places])

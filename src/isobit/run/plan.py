@@ -87,6 +87,13 @@ class Plan(Generic[Config, Data]):
         return ([one for asked in self.evaluation.values() for one in asked],)
 
     @property
+    def drawn(self) -> int:
+        """No sequence that its engine may be asked for has more tokens."""
+        asked = (one for requests in self.evaluation.values() for one in requests)
+        context = self.model.config.max_positions
+        return max([self.longest, *(one.max_length(context) for one in asked)])
+
+    @property
     def generates(self) -> bool:
         """Whether there is an engine: completions are wanted where a reward grades them."""
         return self.config.reward is not None
@@ -168,6 +175,7 @@ def plan_device_memory(
         _copied_bytes(plan, flow),
         config.cluster.rollout_tp,
         _can_share(config),
+        plan.drawn,
     )
     device_plan = planner.plan(rollout, training, plan.longest)
     host = {name: here * size for name, size in device_plan.host.items()}

@@ -1,11 +1,13 @@
 """The prompts of requests as texts and token ids, checked against the model's context."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.data import ChatConfig
 from isobit.data.encoding import most_characters, token_ids
+from isobit.data.harmony import writes_harmony
 from isobit.data.prompts import Noticed, prompts_of_rows
 from isobit.data.rendering import encodable
 from isobit.data.sources import Row, row_of
@@ -32,6 +34,7 @@ class PromptReader:
         self._model = model
         self._reader = reader
         self._chat = chat
+        self._has_channels = writes_harmony(reader)
 
     def texts(self, asked: CompletionRequest) -> list[ScoredPrompt]:
         """The prompts of a completion request, read in the tokenizer's thread. Raises DataError."""
@@ -52,9 +55,8 @@ class PromptReader:
         tools, noticed = asked.shown_tools, Noticed()
         self._check_count(len(asked.messages), "messages")
         self._check_count(len(tools or ()), "tools")
-        row = row_of(
-            asked.messages, {}, "messages", tools=tools, variables=asked.chat_template_kwargs
-        )
+        messages = [*map(self._accepted, asked.messages)]
+        row = row_of(messages, {}, "messages", tools=tools, variables=asked.chat_template_kwargs)
         (prompt,) = prompts_of_rows(
             "messages",
             [row],
@@ -70,6 +72,14 @@ class PromptReader:
                 "would not see them; leave them out, or serve another model"
             )
         return ScoredPrompt(prompt.text, prompt.token_ids)
+
+    def _accepted(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message that a client sends back, without its ``reasoning_content`` where gpt-oss's
+        template refuses that: beside content and calls of tools.
+        """
+        if self._has_channels and message.get("content") and message.get("tool_calls"):
+            return {key: one for key, one in message.items() if key != "reasoning_content"}
+        return message
 
     def check_ids(self, ids: Sequence[int], name: str) -> None:
         known = self._model.policy.config.vocab_size

@@ -246,6 +246,8 @@ class ChatRequest(GenerationRequest):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] = {}
+    separate_reasoning: bool = False
+    """SGLang's key: thinking between tags is not part of the content. gpt-oss's never is."""
     continue_final_message: bool = False
     add_generation_prompt: bool = True
 

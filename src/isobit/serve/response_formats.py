@@ -1,7 +1,8 @@
 """The form of answers as OpenAI has it: of completions, and of chat completions.
 
 A chat that has tools is read for calls (``isobit.data.tool_calls``).  A stream holds back what may
-be part of a call until the choice has ended.
+be part of a call until the choice has ended.  What a model thinks is ``reasoning_content``, as
+vLLM and SGLang have it: gpt-oss's always, and thinking between tags where the request asks for it.
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 from isobit.config.environment import ToolFormat
 from isobit.data.harmony import AnswerReader
 from isobit.data.parsed_calls import Parsed, ToolCall, TurnReader
+from isobit.data.thinking import Portions, TaggedReader
 from isobit.data.tool_calls import parameters_of, turn_reader
 from isobit.records.text import ends_in_thinking
 from isobit.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
@@ -113,9 +115,10 @@ class ChatFormat:
     ) -> None:
         self._asked, self._spelling = asked, spelling
         self._calls: ToolFormat | None = calls if asked.shown_tools else None
-        self._has_channels = calls == "harmony"
-        self._answers: dict[int, AnswerReader] = {}
-        """A reader for each choice, which leaves gpt-oss's thinking and headers out."""
+        self._answers: dict[int, AnswerReader | TaggedReader] = {}
+        """A reader of the thinking of each choice."""
+        self._answer_reader = AnswerReader if calls == "harmony" else TaggedReader
+        self._tells_thinking = calls == "harmony" or asked.separate_reasoning
         self._tools = parameters_of(asked.shown_tools or ())
         self._readers: dict[int, TurnReader] = {}
         """A reader for each choice, which holds back what may be part of a call."""
@@ -125,8 +128,10 @@ class ChatFormat:
         return self._calls is not None
 
     def choice(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
-        content, calls = self._visible_text(prompt, part)
+        (thinking, content), calls = self._portions(prompt, part)
         message: dict[str, Any] = {"role": "assistant", "content": content}
+        if thinking:
+            message["reasoning_content"] = thinking
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
         return {
@@ -141,8 +146,9 @@ class ChatFormat:
         return {"index": index, "delta": start, "logprobs": None, "finish_reason": None}
 
     def delta(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
-        content, calls = self._visible_text(prompt, part)
-        delta: dict[str, Any] = {"content": content} if content else {}
+        (thinking, content), calls = self._portions(prompt, part)
+        texts = {"reasoning_content": thinking, "content": content}
+        delta: dict[str, Any] = {name: text for name, text in texts.items() if text}
         if calls:
             delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
         return {
@@ -155,15 +161,15 @@ class ChatFormat:
     def of_prompts(self, prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
         return _of_prompt(self._asked, prompts[0], self._spelling)
 
-    def _visible_text(
+    def _portions(
         self, prompt: ScoredPrompt, part: ChoicePart
-    ) -> tuple[str, list[dict[str, Any]]]:
+    ) -> tuple[Portions, list[dict[str, Any]]]:
         """The text of a part that is no call, and at the end of the choice its calls."""
         text, calls = self._uncalled_text(prompt, part)
-        if not self._has_channels:
-            return text, calls
+        if not self._tells_thinking:
+            return Portions("", text), calls
         if part.index not in self._answers:
-            self._answers[part.index] = AnswerReader(ends_in_thinking(prompt.text))
+            self._answers[part.index] = self._answer_reader(ends_in_thinking(prompt.text))
         return self._answers[part.index].feed(text, part.finish_reason is not None), calls
 
     def _uncalled_text(

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from isobit.config.lora import LORA_TARGETS
+from isobit.config.lora import LORA_TARGETS, SHARED_GATE
 from isobit.config.precision import Preset
 from isobit.config.rollout import RolloutConfig
 from isobit.kernels.backend import Backend
@@ -56,6 +56,7 @@ HYBRID = replace(DENSE, family="qwen3_5_text", num_layers=2, **delta_nets("qwen3
 HYBRID_EXPERTS = replace(
     HYBRID, family="qwen3_next", experts=Experts(4, 2, 40, renormalise=True, shared_size=40)
 )
+SHARED_ADAPTED = replace(HYBRID_EXPERTS, lora=Lora(4, 8.0, (*LORA_TARGETS[4:], SHARED_GATE)))
 LENGTHS = (3, 4)
 PROMPTS = ((5, 7, 9, 11, 13), (5, 8))
 OVER_A_CHUNK = ((5, 8), tuple(range(3, 66)))
@@ -236,6 +237,10 @@ def hybrid() -> None:
 
 def hybrid_with_experts() -> None:
     check(HYBRID_EXPERTS, "bf16")
+
+
+def adapters_of_a_shared_expert() -> None:
+    check(SHARED_ADAPTED, "int8")
 
 
 def hybrid_over_a_chunk() -> None:

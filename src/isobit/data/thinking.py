@@ -1,0 +1,68 @@
+"""Thinking and answer of a turn that arrives in pieces, told apart.
+
+``TaggedReader`` reads thinking between tags at the beginning of a turn, as most templates have it;
+``isobit.data.harmony.AnswerReader`` reads gpt-oss's channels.
+"""
+
+import re
+from typing import NamedTuple
+
+from isobit.data.parsed_calls import begun
+from isobit.records.text import THINK_TAG, THOUGHT_TAG
+
+_OPENS = re.compile(
+    rf"\s*+(?:(?P<tag>{THINK_TAG.pattern})"
+    rf"|(?P<open>(?:{'|'.join(map(begun, ('<thinking>', '<think>', '[THINK]')))})?+\Z))"
+)
+"""Matches a tag at the beginning of a turn, or text that may become one."""
+_CLOSES = re.compile(
+    rf"(?P<tag>{THOUGHT_TAG.pattern})"
+    rf"|{'|'.join(map(begun, ('</thinking>', '</think>', '[/THINK]')))}|\Z"
+)
+
+
+class Portions(NamedTuple):
+    """What of a piece of a turn is thinking, and what is the answer."""
+
+    thinking: str
+    answer: str
+
+
+class TaggedReader:
+    """Tells the text between the tags around thinking from the text behind them. Tags belong to
+    neither; thinking that never ends has no answer.
+    """
+
+    def __init__(self, is_thinking: bool) -> None:
+        """``is_thinking``: whether the prompt ends in the tag that opens the thinking."""
+        self._is_thinking = is_thinking
+        self._is_start = not is_thinking
+        """Whether the text may still begin with that tag."""
+        self._held: list[str] = []
+
+    def feed(self, text: str, is_last: bool) -> Portions:
+        """Take more of the turn, and give back what can be told of it so far; with ``is_last``
+        all.
+        """
+        if self._is_start and text.isspace() and not is_last:
+            self._held.append(text)
+            return Portions("", "")
+        text, self._held = "".join([*self._held, text]), []
+        if self._is_start:
+            tag = _OPENS.match(text)
+            if tag is not None and tag["tag"] is None and not is_last:
+                self._held = [text]
+                return Portions("", "")
+            self._is_start = False
+            if tag is not None and tag["tag"] is not None:
+                self._is_thinking, text = True, text[tag.end() :]
+        if not self._is_thinking:
+            return Portions("", text)
+        tag = _CLOSES.search(text)
+        assert tag is not None  # the end of the text fits
+        if tag["tag"] is not None:
+            self._is_thinking = False
+            return Portions(text[: tag.start()], text[tag.end() :])
+        end = len(text) if is_last else tag.start()
+        self._held = [text[end:]]
+        return Portions(text[:end], "")
