@@ -5,6 +5,8 @@
     tell        each tells rank 0 which of its groups have become whole
     choose      rank 0 chooses, and all take what is half done out of their engines
     gather      all ranks have all samples then, whoever has drawn them
+    draw on     where engines and trainer are apart, they draw while the step learns, and gather
+                again when it has learnt
 
 A rank that fails, or is told to stop, says so; all leave, and all raise.
 """
@@ -63,8 +65,8 @@ class SharedGroups:
         """Begin to count a step, by weights that have ``done`` steps behind them, in which at most
         ``most`` groups are begun.  All ranks together.
         """
-        self._queue, self._dealt = WorkQueue(self._world), []
-        self._first, self._limit, self._done = len(self.groups), most, done
+        self._count_anew()
+        self._limit, self._done = most, done
         self.open.begin_count()
         half_done = [group for group in self.groups if group.group is None]
         for place, group in enumerate(half_done):
@@ -122,19 +124,42 @@ class SharedGroups:
         places = [[group.name for group in self.groups].index(name) for name in whole]
         return places, [self.groups[place].home for place in places]
 
+    def take(self, places: Sequence[int]) -> list[Group]:
+        """The groups at these places, which are not open any more.  On all ranks alike."""
+        taken = self.open.take(places)
+        self._count_anew()
+        return taken
+
+    def draw_on(self, ended: Callable[[], bool], watch: Callable[[], None]) -> None:
+        """Draw, and begin groups, until ``ended``, which each rank asks for itself."""
+        self.open.resume()
+        while not ended():
+            next_look = perf_counter() + _LOOK_S
+            while perf_counter() < next_look:
+                self.open.turn()
+                if not self.open.num_live:
+                    sleep(_LOOK_S)
+                watch()
+
     def end_step(self) -> tuple[EngineStats, int]:
         """-> What the engines of all ranks have done, and the tokens that samples got from them.
         All ranks together.
         """
-        self.open.pause()
-        mine = {"stats": asdict(self.open.counted), "kept": self.open.kept_tokens}
-        if self._world.size > 1:
-            mine |= self._drawn_of(list(enumerate(self.groups)))
-        shares = self._world.all_gather(mine)
-        if self._world.size > 1:
-            _take_over(self.groups, shares, self._world.rank)
+
+        def paused() -> dict[str, Any]:
+            self.open.pause()
+            stats = {"stats": asdict(self.open.counted), "kept": self.open.kept_tokens}
+            return {**stats, **self._mine()}
+
+        shares = self._gather(paused)
         total = of_all_ranks([EngineStats(**one["stats"]) for one in shares])
         return total, sum(one["kept"] for one in shares)
+
+    def _count_anew(self) -> None:
+        """All ranks have the same groups; those that begin from now on come behind them."""
+        self._limit -= len(self._dealt)
+        self._queue, self._dealt = WorkQueue(self._world), []
+        self._first = len(self.groups)
 
     def _turns(self, choose: Choose, watch: Callable[[], None]) -> list[int]:
         """Draw until rank 0 has chosen, or a rank has failed.  -> The places, on rank 0."""
@@ -199,15 +224,14 @@ class SharedGroups:
         return OpenGroup(self._dealt[index], self._done, home=home, place=place)
 
     def _mine(self) -> dict[str, Any]:
-        """What this rank has drawn in the step, as a message."""
-        placed = list(zip(self._places(), self.groups, strict=True))
-        return {"dealt": len(self._dealt), **self._drawn_of(placed)}
-
-    def _drawn_of(self, placed: Sequence[tuple[int, OpenGroup]]) -> dict[str, Any]:
-        """The samples of this rank's groups, which have these places, outside of its engine."""
+        """The samples of this rank's groups outside of its engine, as a message to others."""
+        if self._world.size == 1:
+            return {}
+        placed = zip(self._places(), self.groups, strict=True)
         mine = [(place, group) for place, group in placed if group.home == self._world.rank]
         samples = [(place, one, group) for place, group in mine for one in sorted(group.samples)]
         return {
+            "dealt": len(self._dealt),
             "places": [place for place, _ in mine],
             "names": [(place, sample) for place, sample, _ in samples],
             **completions_value([group.samples[sample] for _, sample, group in samples]),
@@ -239,7 +263,7 @@ class SharedGroups:
             place = self._first + index
             groups.append(here.get(place) or OpenGroup(request, self._done, place=place))
         _take_over(groups, shares, self._world.rank)
-        self.open.groups, self._limit = groups, 0  # no rank begins others by itself
+        self.open.groups = groups
 
 
 def _take_over(
