@@ -4,7 +4,6 @@ goes on with the schedule that it had.
 
 import json
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -66,6 +65,16 @@ def schedule_of(root: Path) -> list[dict[str, Any]]:
     return json_lines(root / "schedule.jsonl")
 
 
+def check_bounds(root: Path, staleness: int, last: int, per_step: int) -> None:
+    """No step of ``last`` leaves more open groups than may have begun; each is learnt from once."""
+    lines = schedule_of(root)
+    for line in lines:
+        begun = line["step"] * per_step + len(line["drawn"])
+        assert begun <= min(last, line["step"] + staleness) * per_step
+    learnt = [tuple(name) for line in lines for name in line["learns"]]
+    assert len(set(learnt)) == len(learnt) == last * per_step
+
+
 def test_without_staleness_it_is_the_synchronous_run(free: MakeConfig, tmp_path: Path) -> None:
     synchronous = free(None, output=tmp_path / "synchronous")
     train(synchronous)
@@ -90,9 +99,7 @@ def test_samples_go_on_with_other_weights_and_nothing_differs(
     steps = steps_of(config.output)
     assert any(line["staleness/mean"] % 1 for line in steps), "a sample has tokens of two versions"
     assert all(line["staleness/mean"] <= staleness for line in steps)
-    learnt = Counter((prompt, visit) for line in lines for prompt, visit in line["learns"])
-    assert set(learnt.values()) == {1}
-    assert len(learnt) == STEPS * config.training.prompts_per_step
+    check_bounds(config.output, staleness, STEPS, config.training.prompts_per_step)
 
 
 def test_what_other_weights_drew_would_differ(
@@ -121,8 +128,7 @@ def test_killed_between_any_two_steps_it_is_one_run_that_can_be_replayed(
     train(config, resume=True)
     assert list(config.output.glob("checkpoints/*/open_groups.safetensors"))
     assert replay(config.output, say=lambda _: None).differences == []
-    learnt = [tuple(name) for line in schedule_of(config.output) for name in line["learns"]]
-    assert len(set(learnt)) == len(learnt) == STEPS * config.training.prompts_per_step
+    check_bounds(config.output, 2, STEPS, config.training.prompts_per_step)
 
 
 class Hurried:
@@ -250,8 +256,7 @@ def test_ranks_draw_together_what_one_process_replays(ranks: int, tmp_path: Path
     in_world(ranks, "tests.run.test_free_batches:work", {**case, "steps": 3})
     work(ALONE, {**case, "steps": 4, "resume": True})
     root = tmp_path / "several"
-    learnt = [tuple(name) for line in schedule_of(root) for name in line["learns"]]
-    assert len(set(learnt)) == len(learnt) == 4 * 3
+    check_bounds(root, 2, 4, 3)
     assert any(any(counts) for line in schedule_of(root) for *_, counts in line["drawn"])
     steps = steps_of(root)
     assert [line["log_prob_diff/tokens_differing"] for line in steps] == [0] * 4
@@ -288,7 +293,7 @@ def draws_beside(world: World, case: dict[str, Any]) -> list[int]:
             assert looks < 6000, "no group has begun while the first step learnt"
         return learn(self, groups, estimated, step, *more)
 
-    def watched(self: FreeBatches, *arguments: Any) -> None:
+    def watched(self: FreeBatches, *arguments: Any) -> float:
         def counted(opened: OpenGroups) -> None:
             nonlocal drawn, begun
             tokens, groups = opened.counted.generated_tokens, len(opened.groups)
@@ -300,7 +305,7 @@ def draws_beside(world: World, case: dict[str, Any]) -> list[int]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(OpenGroups, "turn", counted)
-            draw_on(self, *arguments)
+            return draw_on(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Learner, "update", until_begun)
@@ -325,8 +330,7 @@ def test_rollouters_draw_while_a_step_learns_and_one_process_replays_it(
     assert all(sum(counts) for counts in zip(*beside, strict=True))
     work(ALONE, {**case, "steps": 5, "resume": True})
     root = tmp_path / "several"
-    learnt = [tuple(name) for line in schedule_of(root) for name in line["learns"]]
-    assert len(set(learnt)) == len(learnt) == 5 * 3
+    check_bounds(root, staleness, 5, 3)
     steps = steps_of(root)
     assert [line["log_prob_diff/tokens_differing"] for line in steps] == [0] * 5
     assert sum(line["log_prob_diff/tokens_compared"] for line in steps[:4]) > 0
@@ -355,6 +359,7 @@ def test_ranks_train_together_with_servers_of_their_own(
     root = tmp_path / "several"
     assert [line["log_prob_diff/tokens_differing"] for line in steps_of(root)] == [0] * 4
     if staleness is not None:
+        check_bounds(root, staleness, 4, 3)
         assert any(any(counts) for line in schedule_of(root) for *_, counts in line["drawn"])
         assert replay(root, say=lambda _: None).differences == []
         return

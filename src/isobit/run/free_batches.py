@@ -173,12 +173,11 @@ class FreeBatches:
                 thread.join()
             run_on_all(world, lambda: _raise_first(errors))
 
-    def draw_on(self, ended: Callable[[], bool], watch: Callable[[], None] = lambda: None) -> None:
+    def draw_on(self, ended: Callable[[], bool], watch: Callable[[], None] = lambda: None) -> float:
         """Draw by the weights that the engine has until the step has learnt, unless the record says
-        how much is drawn.
+        how much is drawn.  -> The seconds for which there was nothing to draw.
         """
-        if not self.record.is_ahead:
-            self._shared.draw_on(ended, watch)
+        return 0.0 if self.record.is_ahead else self._shared.draw_on(ended, watch)
 
     def end_step(self, step: int) -> EngineStats:
         """Note the line of a step that is done, and what a checkpoint holds after it.  -> What the

@@ -112,8 +112,9 @@ def _open(run: RlRun, rollouters: Rollouters, asked: Mapping[str, Any]) -> dict[
     """The open groups, drawn on until the step has learnt; and what the comparison has found."""
     free, beat = _free_batches_of(run), run.world.pulse.beat
     with run.clock("rollout"):
-        run_on_all(run.world, lambda: free.draw_on(rollouters.have_learnt, beat))
+        idle = run_on_all(run.world, lambda: free.draw_on(rollouters.have_learnt, beat))
         engine = free.end_step(asked["step"])
+    run.clock.add("rollout", -idle)
     with run.turns.training(run.clock):
         comparison, mismatch = compared_sequences(run.trainer, free.to_compare)
     return {
