@@ -140,8 +140,8 @@ class Hurried:
         self._state = seed
         turns = SharedGroups._turns
 
-        def more(shared: SharedGroups, choose: Choose, watch: Callable[[], None]) -> list[int]:
-            places = turns(shared, choose, watch)
+        def more(shared: SharedGroups, choose: Choose, *arguments: Any) -> list[int]:
+            places = turns(shared, choose, *arguments)
             for _ in range(self._random() % 5):
                 shared.open.turn()
             return places
@@ -166,9 +166,13 @@ def test_a_schedule_that_time_has_made_is_replayed_and_resumed(
     for step in (None, 4):
         found = replay(config.output, step, say=lambda _: None)
         assert found.differences == []
-    # the last three steps again, by the lines that are there
+    # the last three steps again, by the lines that are there, and killed behind the first of them
     for step in range(4, STEPS + 1):
         shutil.rmtree(config.output / "checkpoints" / f"step_{step:06}")
+    with monkeypatch.context() as patch:
+        die_after_saving(patch)
+        with pytest.raises(Killed):
+            train(config, resume=True)
     train(config, resume=True)
     assert schedule_of(config.output) == lines
     assert left_by(config.output) == expected

@@ -46,11 +46,12 @@ class SharedGroups:
         engine: Sampler,
         next_request: Callable[[], Request],
         on_whole: Callable[[Group], None],
+        is_graded: Callable[[Group], bool],
     ) -> None:
         """``next_request`` gives the next prompt's; ``on_whole`` is called on the rank that has
-        drawn the last sample of a group.
+        drawn the last sample of a group, and ``is_graded`` says there whether it was waited for.
         """
-        self._world, self._next_request = world, next_request
+        self._world, self._next_request, self._is_graded = world, next_request, is_graded
         self.open = OpenGroups(engine, self._begin, on_whole, world.rank)
         self._queue = WorkQueue(world)
         self._first = self._limit = self._done = 0
@@ -76,14 +77,15 @@ class SharedGroups:
         self, choose: Choose, watch: Callable[[], None], stays: bool = False
     ) -> tuple[list[int], list[int]]:
         """Draw until ``choose`` has chosen.  -> The places that it has, and the rank that has each
-        whole group's last sample.  With ``stays`` half-done samples stay in the engines.
+        whole group's last sample.  With ``stays`` half-done samples stay in the engines, and a
+        group counts as whole once it is graded, too, or its rank has nothing else to draw.
 
         Raises what an engine or ``watch`` raises, on all ranks.
         """
 
         def drawn() -> dict[str, Any]:
             self.open.resume()
-            places = self._turns(choose, watch)
+            places = self._turns(choose, watch, stays)
             if not stays:
                 self.open.pause()
             return {"chosen": places, **self._mine()}
@@ -166,17 +168,19 @@ class SharedGroups:
         self._queue, self._dealt = WorkQueue(self._world), []
         self._first = len(self.groups)
 
-    def _turns(self, choose: Choose, watch: Callable[[], None]) -> list[int]:
+    def _turns(self, choose: Choose, watch: Callable[[], None], stays: bool) -> list[int]:
         """Draw until rank 0 has chosen, or a rank has failed.  -> The places, on rank 0."""
         world, queue = self._world, self._queue
         told, next_look = set[int](), 0.0
-        whole = {place for place, group in enumerate(self.groups) if group.group is not None}
+        whole = set[int]()
+        if not stays:
+            whole |= {place for place, group in enumerate(self.groups) if group.group is not None}
         before, is_new = frozenset(whole), True
         while True:
             if world.size == 1 or perf_counter() >= next_look:
                 if queue.is_stopped:
                     return []
-                now = self._whole_here() - before - told
+                now = self._whole_here(graded=stays) - before - told
                 if now:
                     queue.send_home(0, " ".join(map(str, now)).encode())
                     told |= now
@@ -196,12 +200,15 @@ class SharedGroups:
                     sleep(_LOOK_S)
             watch()
 
-    def _whole_here(self) -> set[int]:
-        """The places of whole groups that this rank has."""
+    def _whole_here(self, graded: bool) -> set[int]:
+        """The places of this rank's whole groups; only of graded ones, as long as it draws."""
+        graded = graded and self.open.num_live > 0
         return {
             place
             for place, group in zip(self._places(), self.groups, strict=True)
             if group.group is not None
+            and group.home == self._world.rank
+            and (not graded or self._is_graded(group.group))
         }
 
     def _standing(self, whole: set[int]) -> list[tuple[int, bool]]:

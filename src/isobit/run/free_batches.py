@@ -70,7 +70,9 @@ class FreeBatches:
         self._prompts, self._writer = prompts, writer
         self.grading, self.record = grading, record
         self._learns, self._world = learns, world
-        self._shared = SharedGroups(world, engine, self._next_request, self._submit)
+        self._shared = SharedGroups(
+            world, engine, self._next_request, self._submit, self._is_graded
+        )
         self._batch: list[OpenGroup] = []
         self._version = 0
         """Of the weights of the step."""
@@ -177,7 +179,12 @@ class FreeBatches:
         """Draw by the weights that the engine has until the step has learnt, unless the record says
         how much is drawn.  -> The seconds for which there was nothing to draw.
         """
-        return 0.0 if self.record.is_ahead else self._shared.draw_on(ended, watch)
+
+        def watch_all() -> None:
+            self.grading.poll()
+            watch()
+
+        return 0.0 if self.record.is_ahead else self._shared.draw_on(ended, watch_all)
 
     def end_step(self, step: int) -> EngineStats:
         """Note the line of a step that is done, and what a checkpoint holds after it.  -> What the
@@ -204,6 +211,9 @@ class FreeBatches:
 
     def _submit(self, group: Group) -> None:
         self.grading.submit(group)
+
+    def _is_graded(self, group: Group) -> bool:
+        return self.grading.is_done(group)
 
     def _progress(self) -> Progress:
         self.grading.poll()
