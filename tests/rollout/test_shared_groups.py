@@ -76,7 +76,17 @@ def test_groups_begin_while_a_step_learns_as_far_as_the_schedule_says() -> None:
     groups.begin_step(0, 5)
     assert names(chosen(groups, stays=True)) == ["p/0", "p/1"]
     assert len(groups.groups) < 3, "there are places for two groups at once"
-    groups.draw_on(lambda: not groups.open.num_live, lambda: None)
+    groups.draw_on(lambda: False, lambda: None)
     groups.end_step()
     assert [group.name[0] for group in groups.groups] == ["p/2", "p/3", "p/4"]
-    assert groups.draw_on(iter([False, True]).__next__, lambda: None) > 0
+    assert all(group.group is not None for group in groups.groups)
+
+
+def test_drawing_beside_a_step_ends_when_it_has_learnt() -> None:
+    groups = shared_groups(graded=lambda _: True, max_sequences=4)
+    chosen(groups, stays=True)
+    turns = count()
+    groups.draw_on(lambda: next(turns) == 0, lambda: None)
+    assert groups.open.num_live, "nothing was drawn"
+    groups.end_step()
+    assert not groups.open.num_live

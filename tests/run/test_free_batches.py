@@ -297,7 +297,7 @@ def draws_beside(world: World, case: dict[str, Any]) -> list[int]:
             assert looks < 6000, "no group has begun while the first step learnt"
         return learn(self, groups, estimated, step, *more)
 
-    def watched(self: FreeBatches, *arguments: Any) -> float:
+    def watched(self: FreeBatches, *arguments: Any) -> None:
         def counted(opened: OpenGroups) -> None:
             nonlocal drawn, begun
             tokens, groups = opened.counted.generated_tokens, len(opened.groups)
@@ -309,7 +309,7 @@ def draws_beside(world: World, case: dict[str, Any]) -> list[int]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(OpenGroups, "turn", counted)
-            return draw_on(self, *arguments)
+            draw_on(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Learner, "update", until_begun)

@@ -132,21 +132,18 @@ class SharedGroups:
         self._count_anew()
         return taken
 
-    def draw_on(self, ended: Callable[[], bool], watch: Callable[[], None]) -> float:
-        """Draw, and begin groups, until ``ended``, which each rank asks for itself.  -> The seconds
-        for which this one had nothing to draw.
+    def draw_on(self, ended: Callable[[], bool], watch: Callable[[], None]) -> None:
+        """Draw, and begin groups, until ``ended``, which each rank asks for itself, or until this
+        one has nothing left to draw.
         """
         self.open.resume()
-        idle = 0.0
         while not ended():
             next_look = perf_counter() + _LOOK_S
             while perf_counter() < next_look:
                 self.open.turn()
-                if not self.open.num_live:
-                    sleep(_LOOK_S)
-                    idle += _LOOK_S
                 watch()
-        return idle
+                if not self.open.num_live and len(self._dealt) >= self._limit:
+                    return
 
     def end_step(self) -> tuple[EngineStats, int]:
         """-> What the engines of all ranks have done, and the tokens that samples got from them.

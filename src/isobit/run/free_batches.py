@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from time import sleep
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ from isobit.training.token_count import check_counted
 
 Compared = tuple[str, int, int, int]
 """Prompt, visit, sample, and tokens of it."""
+_TICK_S = 0.02
+"""Seconds between two looks, where there is nothing to draw."""
 
 
 class FreeBatches:
@@ -162,6 +165,7 @@ class FreeBatches:
         def draw() -> None:
             try:
                 self.draw_on(ended.is_set)
+                self.grade_on(ended.is_set)
             except BaseException as error:
                 errors.append(error)
 
@@ -175,16 +179,24 @@ class FreeBatches:
                 thread.join()
             run_on_all(world, lambda: _raise_first(errors))
 
-    def draw_on(self, ended: Callable[[], bool], watch: Callable[[], None] = lambda: None) -> float:
-        """Draw by the weights that the engine has until the step has learnt, unless the record says
-        how much is drawn.  -> The seconds for which there was nothing to draw.
+    def draw_on(self, ended: Callable[[], bool], watch: Callable[[], None] = lambda: None) -> None:
+        """Draw by the weights that the engine has until the step has learnt or nothing is left to
+        draw; not at all where the record says how much was drawn.
         """
 
         def watch_all() -> None:
             self.grading.poll()
             watch()
 
-        return 0.0 if self.record.is_ahead else self._shared.draw_on(ended, watch_all)
+        if not self.record.is_ahead:
+            self._shared.draw_on(ended, watch_all)
+
+    def grade_on(self, ended: Callable[[], bool], watch: Callable[[], None] = lambda: None) -> None:
+        """Look after what grades until the step has learnt."""
+        while not ended():
+            self.grading.poll()
+            watch()
+            sleep(_TICK_S)
 
     def end_step(self, step: int) -> EngineStats:
         """Note the line of a step that is done, and what a checkpoint holds after it.  -> What the

@@ -109,20 +109,23 @@ def _chosen(run: RlRun, _: Rollouters, asked: Mapping[str, Any]) -> dict[str, An
 
 
 def _open(run: RlRun, rollouters: Rollouters, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The open groups, drawn on until the step has learnt; and what the comparison has found."""
-    free, beat = _free_batches_of(run), run.world.pulse.beat
+    """The open groups, drawn on while the step learns; and what the comparison has found, which
+    comes before the step has learnt where nothing is left to draw.
+    """
+    free, learnt, beat = _free_batches_of(run), rollouters.have_learnt, run.world.pulse.beat
     with run.clock("rollout"):
-        idle = run_on_all(run.world, lambda: free.draw_on(rollouters.have_learnt, beat))
+        run_on_all(run.world, lambda: free.draw_on(learnt, beat))
         engine = free.end_step(asked["step"])
-    run.clock.add("rollout", -idle)
     with run.turns.training(run.clock):
         comparison, mismatch = compared_sequences(run.trainer, free.to_compare)
-    return {
+    answer = {
         "open": free.value(),
         "engine": asdict(engine),
         "comparison": asdict(comparison),
         "mismatch": mismatch,
     }
+    free.grade_on(learnt, beat)
+    return answer
 
 
 def _free_batches_of(run: RlRun) -> FreeBatches:
