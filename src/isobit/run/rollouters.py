@@ -4,8 +4,7 @@ from batch t, the last sample batch t + k, k = ``async.lag``.
     trainers      a world of their own, in which the run is what it is without rollouters: masters,
                   steps, files, the queue of batches; they sample nothing
     rollouters    published weights, engines and graders; they sample what the trainers ask for, one
-                  thing after the other, and keep nothing between two
-                  (``isobit.run.rollouter_process``)
+                  thing after the other (``isobit.run.rollouter_process``)
 
     in step t     trainers (``run.loop``)             rollouters (``run.rollouter_process``)
     meet          ``ask`` for a batch; new weights    ``wait``
@@ -17,10 +16,10 @@ with the first question after they have changed, in the tensors that the engine 
 of them would let the bytes travel while the engine decodes, and hide tens of milliseconds a step
 for as much memory as the weights take.
 
-Freely (``async.max_staleness``) they draw as servers do (``isobit.run.free_batches``): they answer
-as soon as a batch can be chosen, and draw on while the trainers learn from it, who tell them on the
-board that they have.  The rollouters keep the open groups, and the trainers get them for their
-checkpoints.
+Freely (``async.max_staleness``) rollouters draw as servers do (``isobit.run.free_batches``): they
+answer as soon as a batch can be chosen, and draw on while the trainers learn from it, who note on
+the board that they have.  Between two questions rollouters keep the open groups, and nothing else;
+the trainers get these for their checkpoints.
 
     in step t     trainers                            rollouters
     meet          ``ask`` for the batch of step t     ``wait``
@@ -29,9 +28,10 @@ checkpoints.
     side by side  ``learn`` from it                   draw on, then compare
     meet          ``receive`` the open groups         ``answer``
 
-The contents of a batch do not depend on who samples it: the bytes are those of one process with the
-same lag.  The trainers' state says which prompts come next, and their record which rewards are
-known; both go with every question, and come back with its answer.
+With a lag the contents of a batch do not depend on who samples it: the bytes are those of one
+process with the same lag.  The trainers' state says which prompts come next, and their records
+which rewards are known and who learns from what; they go with every question, and come back with
+its answer.
 
 An error of any rank is raised on all at the next meeting.  A signal is answered while the trainers
 stand between two steps: with a lag between two questions, since they learn while a batch is
