@@ -20,6 +20,10 @@ by_server() {
   isobit train recipes/quickstart.toml --device cuda --async.max_staleness 2 --rollout.engine http --rollout.servers '["http://127.0.0.1:8123"]' \
     --rollout.server_key env:KEY --output /tmp/free; since "trained: $?"; isobit replay /tmp/free; since "replayed: $?"; kill %%
 }
+by_rollouters() {
+  isobit train recipes/quickstart.toml --device cuda --async.max_staleness 2 --cluster.processes 2 --cluster.rollouters 1 --output /tmp/apart
+  since "trained: $?"; isobit replay /tmp/apart; since "replayed: $?"
+}
 timings() {
   for one in hopper triton; do
     for flow in int8 bf16; do
@@ -37,6 +41,7 @@ fi
 (CUDA_VISIBLE_DEVICES=${cards[0]} tests -n 12 $(one_card) > /tmp/hopper.log 2>&1) &
 (CUDA_VISIBLE_DEVICES=${cards[1]} timings > /tmp/timings.log 2>&1) &
 (CUDA_VISIBLE_DEVICES=${cards[2]},${cards[3]} tests -n 4 $SEVERAL > /tmp/several.log 2>&1
+CUDA_VISIBLE_DEVICES=${cards[2]},${cards[3]} by_rollouters > /tmp/rollouters.log 2>&1
 CUDA_VISIBLE_DEVICES=${cards[2]} tests -n 12 --back-end triton $(one_card) > /tmp/portable.log 2>&1) &
 (export CUDA_VISIBLE_DEVICES=${cards[3]}; by_commands > /tmp/commands.log 2>&1; by_server > /tmp/server.log 2>&1) &
 wait; touch /tmp/queue.ended

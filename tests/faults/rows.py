@@ -200,6 +200,8 @@ ROWS: dict[int, Row] = {
             "test_a_death_is_found_at_the_next_look_and_the_others_are_asked_to_end",
             "parallel/test_watch.py::test_a_process_that_is_gone",
             "run/test_rollouters.py::test_an_error_of_one_part_ends_the_other_and_the_run_goes_on",
+            "faults/test_kill_parts.py::"
+            "test_a_trainer_and_its_rollouter_die_and_come_back_together",
             "faults/test_rank_deaths.py::"
             "test_rank_1_dies_in_phases_and_hangs_and_one_process_ends_the_run",
             "faults/test_rank_deaths.py::test_ranks_that_share_an_engine_end_together",

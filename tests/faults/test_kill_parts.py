@@ -1,6 +1,6 @@
-"""Kill -9 of the trainer and of the servers that sample for it, at random moments, under
-``async.max_staleness``: each part comes back alone, no trajectory is lost or counted twice, and
-what is left is one run, which one process repeats to the last bit.
+"""Kill -9 of the trainer and of what samples for it, servers or a rollouter, at random moments,
+under ``async.max_staleness``: no trajectory is lost or counted twice, and what is left is one run,
+which one process repeats to the last bit.  A server comes back alone.
 
 ``ISOBIT_KILLS=50 pytest tests/faults/test_kill_parts.py --rest -s`` kills so often (by default 6
 times) and prints who died when.
@@ -19,6 +19,7 @@ import pytest
 import tomli_w
 
 from isobit.commands.replay import replay
+from tests.faults.test_kill import Attempt, Stage
 from tests.forked import called
 from tests.serve.servers import KEY, Running, serving
 from tests.tiny import json_lines
@@ -127,4 +128,31 @@ def test_each_part_dies_and_comes_back_alone(
                     trainer.join(0.05)
             assert trainer.exitcode == 0, parts.said()
             check_left(output, STEPS * training["prompts_per_step"])
+    print(f"\n{len(deaths)} kills in {runs} runs: {', '.join(deaths)}")
+
+
+@pytest.mark.exhaustive
+def test_a_trainer_and_its_rollouter_die_and_come_back_together(
+    values: dict[str, Any], hook: Callable[[str], None], tmp_path: Path
+) -> None:
+    hook(SLOW_REWARD)
+    stage = Stage(victims=("trainer", "worker", "both"), processes=2, rollouters=1)
+    training = values["training"] | {"steps": STEPS}
+    tables = {"training": training, "async": {"max_staleness": 3}, "checkpoint": {"every": 3}}
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(tomli_w.dumps(values | tables), encoding="utf-8")
+    rng, deaths, runs = random.Random(KILLS), list[str](), 0
+    while len(deaths) < KILLS:
+        output, was_killed = tmp_path / f"run{runs}", True
+        runs += 1
+        while was_killed and len(deaths) < KILLS:
+            attempt, who = Attempt(stage, recipe, output), rng.choice(stage.victims)
+            was_killed = attempt.kill(who, rng, aim_at_writing=rng.random() < 0.5)
+            attempt.check_repeated()
+            deaths += [who] * was_killed
+        if was_killed:
+            attempt = Attempt(stage, recipe, output)
+            attempt.finish()
+            attempt.check_repeated()
+        check_left(output, STEPS * training["prompts_per_step"])
     print(f"\n{len(deaths)} kills in {runs} runs: {', '.join(deaths)}")

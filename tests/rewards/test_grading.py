@@ -101,6 +101,30 @@ def test_several_rewards_are_added_up_by_weight(rewards: str, in_process: bool) 
     assert stats.first_error == "prompt train/0, sample 2, length: ValueError: no"
 
 
+def test_a_group_is_done_once_nothing_of_it_is_waited_for(rewards: str) -> None:
+    """In the process of the run nothing is graded before it is asked for."""
+    waited = Path(rewards).with_name("waited_for")
+    Path(rewards).write_text(
+        f"import os, time\ndef slow(prompt, completion):\n"
+        f"    while not os.path.exists({str(waited)!r}): time.sleep(0.01)\n"
+        "    return 1.0\n"
+    )
+    ours, other = group("a", "b"), group("c", place=1)
+    with Graders(RewardConfig(function=f"{rewards}:slow", workers=1)) as graders:
+        graders.submit(ours)
+        graders.poll()
+        assert not graders.is_done(ours)
+        assert graders.is_done(other), "it was not submitted"
+        waited.touch()
+        while not graders.is_done(ours):
+            graders.poll()
+        graders.collect([ours])
+    assert ours.rewards == [1.0, 1.0]
+    with Graders(RewardConfig(function=f"{rewards}:slow", in_process=True)) as graders:
+        graders.submit(ours)
+        assert graders.is_done(ours)
+
+
 def outcomes_of(**parts: list[float | Failure]) -> tuple[Group, Tally]:
     """A group of three completions that parts of weight 2 graded so."""
     graded, tally = group("a", "b", "c"), Tally()

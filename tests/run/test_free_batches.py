@@ -4,11 +4,11 @@ goes on with the schedule that it had.
 
 import json
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event, current_thread
+from time import sleep
 from typing import Any
 
 import pytest
@@ -65,6 +65,16 @@ def schedule_of(root: Path) -> list[dict[str, Any]]:
     return json_lines(root / "schedule.jsonl")
 
 
+def check_bounds(root: Path, staleness: int, last: int, per_step: int) -> None:
+    """No step of ``last`` leaves more open groups than may have begun; each is learnt from once."""
+    lines = schedule_of(root)
+    for line in lines:
+        begun = line["step"] * per_step + len(line["drawn"])
+        assert begun <= min(last, line["step"] + staleness) * per_step
+    learnt = [tuple(name) for line in lines for name in line["learns"]]
+    assert len(set(learnt)) == len(learnt) == last * per_step
+
+
 def test_without_staleness_it_is_the_synchronous_run(free: MakeConfig, tmp_path: Path) -> None:
     synchronous = free(None, output=tmp_path / "synchronous")
     train(synchronous)
@@ -89,9 +99,7 @@ def test_samples_go_on_with_other_weights_and_nothing_differs(
     steps = steps_of(config.output)
     assert any(line["staleness/mean"] % 1 for line in steps), "a sample has tokens of two versions"
     assert all(line["staleness/mean"] <= staleness for line in steps)
-    learnt = Counter((prompt, visit) for line in lines for prompt, visit in line["learns"])
-    assert set(learnt.values()) == {1}
-    assert len(learnt) == STEPS * config.training.prompts_per_step
+    check_bounds(config.output, staleness, STEPS, config.training.prompts_per_step)
 
 
 def test_what_other_weights_drew_would_differ(
@@ -120,8 +128,7 @@ def test_killed_between_any_two_steps_it_is_one_run_that_can_be_replayed(
     train(config, resume=True)
     assert list(config.output.glob("checkpoints/*/open_groups.safetensors"))
     assert replay(config.output, say=lambda _: None).differences == []
-    learnt = [tuple(name) for line in schedule_of(config.output) for name in line["learns"]]
-    assert len(set(learnt)) == len(learnt) == STEPS * config.training.prompts_per_step
+    check_bounds(config.output, 2, STEPS, config.training.prompts_per_step)
 
 
 class Hurried:
@@ -133,8 +140,8 @@ class Hurried:
         self._state = seed
         turns = SharedGroups._turns
 
-        def more(shared: SharedGroups, choose: Choose, watch: Callable[[], None]) -> list[int]:
-            places = turns(shared, choose, watch)
+        def more(shared: SharedGroups, choose: Choose, *arguments: Any) -> list[int]:
+            places = turns(shared, choose, *arguments)
             for _ in range(self._random() % 5):
                 shared.open.turn()
             return places
@@ -159,9 +166,13 @@ def test_a_schedule_that_time_has_made_is_replayed_and_resumed(
     for step in (None, 4):
         found = replay(config.output, step, say=lambda _: None)
         assert found.differences == []
-    # the last three steps again, by the lines that are there
+    # the last three steps again, by the lines that are there, and killed behind the first of them
     for step in range(4, STEPS + 1):
         shutil.rmtree(config.output / "checkpoints" / f"step_{step:06}")
+    with monkeypatch.context() as patch:
+        die_after_saving(patch)
+        with pytest.raises(Killed):
+            train(config, resume=True)
     train(config, resume=True)
     assert schedule_of(config.output) == lines
     assert left_by(config.output) == expected
@@ -220,7 +231,6 @@ def test_servers_sample_while_a_step_learns_and_one_process_replays_it(
         ({"algorithm": {"name": "remax"}}, "greedy"),
         ({"algorithm": {"dynamic_sampling": True}}, "dynamic_sampling"),
         ({"algorithm": {"calibrate_every": 2}}, "calibrate_every"),
-        ({"cluster": {"processes": 2, "rollouters": 1}}, "cluster.rollouters is 1"),
         ({"precision": {"preset": "fp8", "kv_scales": "per_tensor"}}, "per_tensor"),
         ({"replay": {"fraction": 0.5, "max_staleness": 1}}, "replay.max_staleness"),
     ],
@@ -250,22 +260,86 @@ def test_ranks_draw_together_what_one_process_replays(ranks: int, tmp_path: Path
     in_world(ranks, "tests.run.test_free_batches:work", {**case, "steps": 3})
     work(ALONE, {**case, "steps": 4, "resume": True})
     root = tmp_path / "several"
-    learnt = [tuple(name) for line in schedule_of(root) for name in line["learns"]]
-    assert len(set(learnt)) == len(learnt) == 4 * 3
+    check_bounds(root, 2, 4, 3)
     assert any(any(counts) for line in schedule_of(root) for *_, counts in line["drawn"])
     steps = steps_of(root)
     assert [line["log_prob_diff/tokens_differing"] for line in steps] == [0] * 4
     assert replay(root, say=lambda _: None).differences == []
 
 
-@pytest.mark.exhaustive
-def test_ranks_without_staleness_leave_the_bytes_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("ranks", "rollouters"), [(2, 1), (3, 2), (2, 0)], ids=["1 + 1", "1 + 2", "in turn"]
+)
+def test_ranks_without_staleness_leave_the_bytes_of_one_process(
+    ranks: int, rollouters: int, tmp_path: Path
+) -> None:
     write_model(tmp_path, "dense")
     case = {"folder": str(tmp_path), "steps": 3}
     work(ALONE, {**case, "output": "one", "max_staleness": None})
-    several = {**case, "output": "several", "max_staleness": 0}
-    in_world(2, "tests.run.test_free_batches:work", several)
+    several = {**case, "output": "several", "max_staleness": 0, "rollouters": rollouters}
+    in_world(ranks, "tests.run.test_free_batches:work", several)
     assert left_by(tmp_path / "several") == left_by(tmp_path / "one")
+
+
+def draws_beside(world: World, case: dict[str, Any]) -> list[int]:
+    """A run whose first step learns no sooner than another group has begun beside it, somewhere;
+    -> the tokens that this rank has drawn while steps learnt, and the groups that it has begun.
+    """
+    learn, turn, draw_on = Learner.update, OpenGroups.turn, FreeBatches.draw_on
+    drawn = begun = 0
+
+    def until_begun(self: Learner, groups: Any, estimated: Any, step: int, *more: Any) -> Any:
+        looks = 0
+        while step == 1 and world.board.read("begun beside") is None:
+            sleep(0.01)
+            looks += 1
+            assert looks < 6000, "no group has begun while the first step learnt"
+        return learn(self, groups, estimated, step, *more)
+
+    def watched(self: FreeBatches, *arguments: Any) -> None:
+        def counted(opened: OpenGroups) -> None:
+            nonlocal drawn, begun
+            tokens, groups = opened.counted.generated_tokens, len(opened.groups)
+            turn(opened)
+            drawn += opened.counted.generated_tokens - tokens
+            if len(opened.groups) > groups:
+                begun += len(opened.groups) - groups
+                world.board.post("begun beside", b"")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(OpenGroups, "turn", counted)
+            draw_on(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Learner, "update", until_begun)
+        patch.setattr(FreeBatches, "draw_on", watched)
+        work(world, case)
+    return [drawn, begun]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("trainers", "rollouters", "staleness"), [(1, 1, 2), (1, 2, 4), (2, 1, 3), (2, 2, 4)]
+)
+def test_rollouters_draw_while_a_step_learns_and_one_process_replays_it(
+    trainers: int, rollouters: int, staleness: int, tmp_path: Path
+) -> None:
+    """Also what one process without them has gone on with."""
+    write_model(tmp_path, "dense")
+    case = {"folder": str(tmp_path), "output": "several", "max_staleness": staleness}
+    several = {**case, "steps": 4, "rollouters": rollouters}
+    beside = in_world(trainers + rollouters, "tests.run.test_free_batches:draws_beside", several)
+    assert beside[:trainers] == [[0, 0]] * trainers
+    assert all(sum(counts) for counts in zip(*beside, strict=True))
+    work(ALONE, {**case, "steps": 5, "resume": True})
+    root = tmp_path / "several"
+    check_bounds(root, staleness, 5, 3)
+    steps = steps_of(root)
+    assert [line["log_prob_diff/tokens_differing"] for line in steps] == [0] * 5
+    assert sum(line["log_prob_diff/tokens_compared"] for line in steps[:4]) > 0
+    assert all(line["staleness/mean"] <= 2 * staleness for line in steps), "two updates a step"
+    assert replay(root, say=lambda _: None).differences == []
 
 
 @pytest.mark.exhaustive
@@ -281,13 +355,15 @@ def test_ranks_train_together_with_servers_of_their_own(
     case = {"folder": str(tmp_path), "output": "several", "max_staleness": staleness, "steps": 3}
     shape = read_config(tmp_path / "dense")
     with ExitStack() as stack:
-        urls = [stack.enter_context(served("int8", shape)) for _ in range(3)]
+        urls = [stack.enter_context(served("int8", shape, max_sequences=4)) for _ in range(3)]
         by_servers = {**case, "servers": urls}
-        in_world(2, "tests.run.test_free_batches:work", by_servers)
+        how = "work" if staleness is None else "draws_beside"
+        in_world(2, f"tests.run.test_free_batches:{how}", by_servers)
         work(ALONE, {**by_servers, "steps": 4, "resume": True})
     root = tmp_path / "several"
     assert [line["log_prob_diff/tokens_differing"] for line in steps_of(root)] == [0] * 4
     if staleness is not None:
+        check_bounds(root, staleness, 4, 3)
         assert any(any(counts) for line in schedule_of(root) for *_, counts in line["drawn"])
         assert replay(root, say=lambda _: None).differences == []
         return

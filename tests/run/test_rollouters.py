@@ -11,16 +11,20 @@ from typing import Any
 import pytest
 import torch
 
+from isobit.commands.replay import replay
 from isobit.config.recipes import RunConfig
 from isobit.models.published import PublishedWeights
 from isobit.parallel.world import ALONE, World
 from isobit.rewards.grading import Graders
 from isobit.run import loop, rollouter_process
+from isobit.run.free_batches import FreeBatches
 from isobit.run.loop import train
 from isobit.run.rollouter_process import train_by_ranks
 from isobit.util.errors import ConfigError, Interrupted, RewardError
 from tests.run.test_ranks import left_by, write_model
 from tests.worlds import in_world
+
+FREE = {"max_staleness": 2}
 
 
 def config_of(case: dict[str, Any]) -> RunConfig:
@@ -180,16 +184,24 @@ def test_a_rollouter_that_is_asked_for_a_checkpoint_samples_on(tmp_path: Path) -
     assert (tmp_path / "run" / "summary.json").is_file()
 
 
+PLACES: dict[str, tuple[int, tuple[Any, str]]] = {
+    "reward": (1, (Graders, "fill")),
+    "learning": (0, (loop, "learn")),
+    "signal": (1, (Graders, "fill")),
+    "weights": (1, (PublishedWeights, "gather")),
+    "batch": (1, (rollouter_process, "compared")),
+    "drawing": (1, (FreeBatches, "draw_on")),
+    "tokens": (1, (rollouter_process, "compared_sequences")),
+    "sampling": (1, (FreeBatches, "sample")),
+}
+"""Who fails, and where."""
+
+
 def fails(world: World, case: dict[str, Any]) -> dict[str, list[str]]:
     """Runs in which a rank fails in the third step, and each run's end; -> what was raised."""
     found: dict[str, list[str]] = {}
-    for name, rank, place in (
-        ("reward", 1, (Graders, "fill")),
-        ("learning", 0, (loop, "learn")),
-        ("signal", 1, (Graders, "fill")),
-        ("weights", 1, (PublishedWeights, "gather")),
-        ("batch", 1, (rollouter_process, "compared")),
-    ):
+    for name in case["fail"]:
+        rank, place = PLACES[name]
         config, raised = config_of({**case, "output": name}), "nothing"
         with pytest.MonkeyPatch.context() as patch:
             if world.rank == rank:
@@ -198,7 +210,7 @@ def fails(world: World, case: dict[str, Any]) -> dict[str, list[str]]:
                 train_by_ranks(config, world=world)
             except (Exception, Interrupted) as error:
                 raised = type(error).__name__
-        stood = [path.name for path in sorted((config.output / "checkpoints").iterdir())]
+        stood = [path.name for path in sorted(config.output.glob("checkpoints/*"))]
         train_by_ranks(config, resume=True, world=world)
         found[name] = [raised, *stood]
     return found
@@ -214,13 +226,20 @@ def _failing(work: Callable[..., Any], name: str) -> Callable[..., Any]:
         number = next(calls)
         if name == "reward" and number == 6:
             raise RewardError("nothing can be graded")
-        if name == "learning" and number == 3:
+        if name in ("learning", "drawing") and number == 3:
             raise KeyError("a fault")
         if name == "signal" and number == 6:
             os.kill(os.getpid(), signal.SIGTERM)
+        if name == "sampling" and number == 1:  # when nothing is whole yet
+            os.kill(os.getpid(), signal.SIGTERM)
+            work(*arguments, **options)
+            raise AssertionError("it was drawn to its end")
         made = work(*arguments, **options)
         if name == "batch" and number == 4:
             return replace(made, comparison=replace(made.comparison, tokens_differing=1))
+        if name == "tokens" and number == 3:
+            comparison, mismatch = made
+            return replace(comparison, tokens_differing=1), mismatch
         if name == "weights" and number == 3:
             arguments[0].sides["rollout"].plain["norm.weight"].view(torch.uint8)[5] ^= 1
         return made
@@ -233,7 +252,8 @@ def test_an_error_of_one_part_ends_the_other_and_the_run_goes_on(tmp_path: Path)
     write_model(tmp_path, "dense")
     case = {"folder": str(tmp_path), "steps": 5, "lag": 1, "algorithm": {"name": "grpo"}}
     train(config_of({**case, "output": "one"}))
-    several = {**case, "rollouters": 1}
+    fail = ["reward", "learning", "signal", "weights", "batch"]
+    several = {**case, "rollouters": 1, "fail": fail}
     trainer, rollouter = in_world(2, "tests.run.test_rollouters:fails", several)
     assert {name: raised for name, (raised, *_) in trainer.items()} == {
         "reward": "PeerError",
@@ -253,3 +273,27 @@ def test_an_error_of_one_part_ends_the_other_and_the_run_goes_on(tmp_path: Path)
     expected = left_by(tmp_path / "one")
     for name in trainer:
         assert left_by(tmp_path / name) == expected, name
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rollouters", [1, 2])
+def test_an_error_under_a_free_schedule_ends_all_and_the_run_goes_on(
+    rollouters: int, tmp_path: Path
+) -> None:
+    """Of two rollouters the first fails."""
+    write_model(tmp_path, "dense")
+    expected = {
+        "reward": ["PeerError", "RewardError"],
+        "learning": ["KeyError", "PeerError"],
+        "weights": ["MismatchError", "MismatchError"],
+        "drawing": ["PeerError", "KeyError"],
+        "tokens": ["MismatchError", "PeerError"],
+    }
+    if rollouters == 1:  # it would stay on the board that two share
+        expected |= {name: ["Interrupted"] * 2 for name in ("signal", "sampling")}
+    case = {"folder": str(tmp_path), "steps": 5, "lag": 0, "algorithm": {"name": "grpo"}}
+    case |= {"rollouters": rollouters, "fail": [*expected], "more": {"async": FREE}}
+    found = in_world(1 + rollouters, "tests.run.test_rollouters:fails", case)
+    assert {name: [of[name][0] for of in found[:2]] for name in expected} == expected
+    for name in expected:
+        assert replay(tmp_path / name, say=lambda _: None).differences == [], name

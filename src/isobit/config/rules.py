@@ -77,14 +77,11 @@ def check_asynchrony(config: RunConfig) -> None:
 
 
 def _check_free(config: RunConfig) -> None:
-    """Refuse what needs a batch that is sampled at once, or by several processes."""
-    cluster, rollout, algorithm = config.cluster, config.rollout, config.algorithm
+    """Refuse what needs a batch that is sampled at once."""
+    rollout, algorithm = config.rollout, config.algorithm
     reasons = {
         f"async.lag is {config.asynchrony.lag}: one of the two says what is sampled when": bool(
             config.asynchrony.lag
-        ),
-        f"cluster.rollouters is {cluster.rollouters}, which sample by a lag": bool(
-            cluster.rollouters
         ),
         f"rollout.engine is {rollout.engine!r}, and 'native' and 'http' let half-done samples "
         "go": rollout.engine == "vllm",
@@ -105,12 +102,13 @@ def _check_free(config: RunConfig) -> None:
 
 
 def check_layout(config: RunConfig) -> None:
-    """Refuse rollouters without a lag, and engines shared by several processes."""
-    cluster = config.cluster
-    if cluster.rollouters and not config.asynchrony.lag:
+    """Refuse rollouters of a synchronous run, and engines shared by several processes."""
+    cluster, asynchrony = config.cluster, config.asynchrony
+    if cluster.rollouters and not asynchrony.lag and asynchrony.max_staleness is None:
         raise ConfigError(
             f"cluster.rollouters is {cluster.rollouters}, but async.lag is 0: rollouters and "
-            "trainers would wait for each other; set async.lag = 1, or rollouters = 0"
+            "trainers would wait for each other; set async.lag = 1 or async.max_staleness, or "
+            "rollouters = 0"
         )
     check_sharing(config)
 

@@ -119,7 +119,7 @@ class ClusterConfig(Strict):
     """
     rollouters: int = Field(default=0, ge=0, le=MAX_PROCESSES)
     """How many processes, the last ones, only sample while the others train; it needs ``async.lag``
-    of at least 1. With 0 every process alternates between the two.
+    of at least 1 or ``async.max_staleness``. With 0 every process alternates between the two.
     """
 
     @property

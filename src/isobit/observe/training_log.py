@@ -112,7 +112,8 @@ class TrainingLog(ABC, Generic[Result]):
         start.open(run)
         self.directory: RunDirectory = start.directory
         self._files = ExitStack()
-        self._room, self._rewards, self._answers = start.writer, start.rewards, start.answers
+        self._room = start.writer
+        self._given = start.rewards, start.answers, start.schedule
         self._unwritten: deque[Callable[[], None]] = deque()
         self._writers: tuple[MetricsWriter, LineFile] | None = None
         self._room.write_on_first(self._open_writers)
@@ -205,15 +206,16 @@ class TrainingLog(ABC, Generic[Result]):
 
     def positions(self) -> Mapping[str, int]:
         """Sizes in bytes of the files that grow, by name, where the directory is now; they stay
-        open where it is moved.  The records of rewards and answers are longer where some
-        come again.
+        open where it is moved.  Records of what the run is given are longer where some of it comes
+        again.
         """
         place = self._place.now()
         if self._writers is None or place is None:
             return {}
         found, here = positions(RunDirectory(place)), self.directory
-        records = {here.rewards.name: self._rewards, here.answers.name: self._answers}
-        return found | {name: one.position for name, one in records.items() if name in found}
+        names = here.rewards.name, here.answers.name, here.schedule.name
+        records = zip(names, self._given, strict=True)
+        return found | {name: one.position for name, one in records if name in found}
 
     def _take_seconds(self) -> dict[str, float]:
         seconds = self._clock.take()

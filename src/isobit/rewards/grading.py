@@ -160,6 +160,11 @@ class Graders:
         for task in tasks.values():
             self._scoring.submit(task)
 
+    def is_done(self, group: Group) -> bool:
+        """Whether all that is graded of a group beside other work has been, or nothing is."""
+        _, tasks = self._submitted.get(id(group), (group, {}))
+        return isinstance(self._scoring, InProcess) or all(one.is_done for one in tasks.values())
+
     def poll(self) -> None:
         self._scoring.poll()
 

@@ -5,6 +5,8 @@
     tell        each tells rank 0 which of its groups have become whole
     choose      rank 0 chooses, and all take what is half done out of their engines
     gather      all ranks have all samples then, whoever has drawn them
+    draw on     where engines and trainer are apart, they draw while the step learns, and gather
+                again when it has learnt
 
 A rank that fails, or is told to stop, says so; all leave, and all raise.
 """
@@ -44,11 +46,12 @@ class SharedGroups:
         engine: Sampler,
         next_request: Callable[[], Request],
         on_whole: Callable[[Group], None],
+        is_graded: Callable[[Group], bool],
     ) -> None:
         """``next_request`` gives the next prompt's; ``on_whole`` is called on the rank that has
-        drawn the last sample of a group.
+        drawn the last sample of a group, and ``is_graded`` says there whether it was waited for.
         """
-        self._world, self._next_request = world, next_request
+        self._world, self._next_request, self._is_graded = world, next_request, is_graded
         self.open = OpenGroups(engine, self._begin, on_whole, world.rank)
         self._queue = WorkQueue(world)
         self._first = self._limit = self._done = 0
@@ -63,8 +66,8 @@ class SharedGroups:
         """Begin to count a step, by weights that have ``done`` steps behind them, in which at most
         ``most`` groups are begun.  All ranks together.
         """
-        self._queue, self._dealt = WorkQueue(self._world), []
-        self._first, self._limit, self._done = len(self.groups), most, done
+        self._count_anew()
+        self._limit, self._done = most, done
         self.open.begin_count()
         half_done = [group for group in self.groups if group.group is None]
         for place, group in enumerate(half_done):
@@ -74,14 +77,15 @@ class SharedGroups:
         self, choose: Choose, watch: Callable[[], None], stays: bool = False
     ) -> tuple[list[int], list[int]]:
         """Draw until ``choose`` has chosen.  -> The places that it has, and the rank that has each
-        whole group's last sample.  With ``stays`` half-done samples stay in the engines.
+        whole group's last sample.  With ``stays`` half-done samples stay in the engines, and a
+        group counts as whole once it is graded, too, or its rank has nothing else to draw.
 
         Raises what an engine or ``watch`` raises, on all ranks.
         """
 
         def drawn() -> dict[str, Any]:
             self.open.resume()
-            places = self._turns(choose, watch)
+            places = self._turns(choose, watch, stays)
             if not stays:
                 self.open.pause()
             return {"chosen": places, **self._mine()}
@@ -122,31 +126,58 @@ class SharedGroups:
         places = [[group.name for group in self.groups].index(name) for name in whole]
         return places, [self.groups[place].home for place in places]
 
+    def take(self, places: Sequence[int]) -> list[Group]:
+        """The groups at these places, which are not open any more.  On all ranks alike."""
+        taken = self.open.take(places)
+        self._count_anew()
+        return taken
+
+    def draw_on(self, ended: Callable[[], bool], watch: Callable[[], None]) -> None:
+        """Draw, and begin groups, until ``ended``, which each rank asks for itself, or until this
+        one has nothing left to draw.
+        """
+        self.open.resume()
+        while not ended():
+            next_look = perf_counter() + _LOOK_S
+            while perf_counter() < next_look:
+                self.open.turn()
+                watch()
+                if not self.open.num_live and len(self._dealt) >= self._limit:
+                    return
+
     def end_step(self) -> tuple[EngineStats, int]:
         """-> What the engines of all ranks have done, and the tokens that samples got from them.
         All ranks together.
         """
-        self.open.pause()
-        mine = {"stats": asdict(self.open.counted), "kept": self.open.kept_tokens}
-        if self._world.size > 1:
-            mine |= self._drawn_of(list(enumerate(self.groups)))
-        shares = self._world.all_gather(mine)
-        if self._world.size > 1:
-            _take_over(self.groups, shares, self._world.rank)
+
+        def paused() -> dict[str, Any]:
+            self.open.pause()
+            stats = {"stats": asdict(self.open.counted), "kept": self.open.kept_tokens}
+            return {**stats, **self._mine()}
+
+        shares = self._gather(paused)
         total = of_all_ranks([EngineStats(**one["stats"]) for one in shares])
         return total, sum(one["kept"] for one in shares)
 
-    def _turns(self, choose: Choose, watch: Callable[[], None]) -> list[int]:
+    def _count_anew(self) -> None:
+        """All ranks have the same groups; those that begin from now on come behind them."""
+        self._limit -= len(self._dealt)
+        self._queue, self._dealt = WorkQueue(self._world), []
+        self._first = len(self.groups)
+
+    def _turns(self, choose: Choose, watch: Callable[[], None], stays: bool) -> list[int]:
         """Draw until rank 0 has chosen, or a rank has failed.  -> The places, on rank 0."""
         world, queue = self._world, self._queue
         told, next_look = set[int](), 0.0
-        whole = {place for place, group in enumerate(self.groups) if group.group is not None}
+        whole = set[int]()
+        if not stays:
+            whole |= {place for place, group in enumerate(self.groups) if group.group is not None}
         before, is_new = frozenset(whole), True
         while True:
             if world.size == 1 or perf_counter() >= next_look:
                 if queue.is_stopped:
                     return []
-                now = self._whole_here() - before - told
+                now = self._whole_here(graded=stays) - before - told
                 if now:
                     queue.send_home(0, " ".join(map(str, now)).encode())
                     told |= now
@@ -166,12 +197,15 @@ class SharedGroups:
                     sleep(_LOOK_S)
             watch()
 
-    def _whole_here(self) -> set[int]:
-        """The places of whole groups that this rank has."""
+    def _whole_here(self, graded: bool) -> set[int]:
+        """The places of this rank's whole groups; only of graded ones, as long as it draws."""
+        graded = graded and self.open.num_live > 0
         return {
             place
             for place, group in zip(self._places(), self.groups, strict=True)
             if group.group is not None
+            and group.home == self._world.rank
+            and (not graded or self._is_graded(group.group))
         }
 
     def _standing(self, whole: set[int]) -> list[tuple[int, bool]]:
@@ -199,15 +233,14 @@ class SharedGroups:
         return OpenGroup(self._dealt[index], self._done, home=home, place=place)
 
     def _mine(self) -> dict[str, Any]:
-        """What this rank has drawn in the step, as a message."""
-        placed = list(zip(self._places(), self.groups, strict=True))
-        return {"dealt": len(self._dealt), **self._drawn_of(placed)}
-
-    def _drawn_of(self, placed: Sequence[tuple[int, OpenGroup]]) -> dict[str, Any]:
-        """The samples of this rank's groups, which have these places, outside of its engine."""
+        """The samples of this rank's groups outside of its engine, as a message to others."""
+        if self._world.size == 1:
+            return {}
+        placed = zip(self._places(), self.groups, strict=True)
         mine = [(place, group) for place, group in placed if group.home == self._world.rank]
         samples = [(place, one, group) for place, group in mine for one in sorted(group.samples)]
         return {
+            "dealt": len(self._dealt),
             "places": [place for place, _ in mine],
             "names": [(place, sample) for place, sample, _ in samples],
             **completions_value([group.samples[sample] for _, sample, group in samples]),
@@ -239,7 +272,7 @@ class SharedGroups:
             place = self._first + index
             groups.append(here.get(place) or OpenGroup(request, self._done, place=place))
         _take_over(groups, shares, self._world.rank)
-        self.open.groups, self._limit = groups, 0  # no rank begins others by itself
+        self.open.groups = groups
 
 
 def _take_over(

@@ -4,7 +4,7 @@
     step t    resume      half-done samples go on, by the weights after step t - 1
               sample      until a batch may be chosen
               compare     some of what these weights drew with the trainer's forward
-              learn       from the batch; an engine elsewhere samples on meanwhile
+              learn       from the batch; servers or rollouters sample on meanwhile
               pause       half-done samples leave the engine, and the line of the step is written
 
 Between two steps all open groups are here, half done: the engine is free for an evaluation, and a
@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from time import sleep
 from typing import Any
 
 import torch
 
 from isobit.data.sampler import PromptSampler
 from isobit.parallel.world import World, run_on_all
-from isobit.records.schedule import Name, Schedule
+from isobit.records.schedule import Schedule
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group, Prompt
 from isobit.records.wire import completions_of, completions_value
@@ -41,8 +42,8 @@ from isobit.training.token_count import check_counted
 
 Compared = tuple[str, int, int, int]
 """Prompt, visit, sample, and tokens of it."""
-_TICK_S = 0.05
-"""Seconds until servers that have nothing to draw are looked at again."""
+_TICK_S = 0.02
+"""Seconds between two looks, where there is nothing to draw."""
 
 
 class FreeBatches:
@@ -58,20 +59,28 @@ class FreeBatches:
         sampler: PromptSampler,
         like: Request,
         prompts: Mapping[str, Prompt],
+        grading: RecordedGrading,
         record: ScheduleRecord,
         writer: WaitingWriter | None,
+        learns: bool = True,
     ) -> None:
         """``like`` is the request of any prompt; ``prompts`` are all that the run learns from;
-        ``writer`` writes the record.
+        ``grading`` is begun with each group that is whole; ``writer`` writes the record;
+        ranks that do not ``learn`` are rollouters.
         """
         self._schedule = schedule
         self._engine, self._sampler, self._like = engine, sampler, like
-        self._prompts, self._record, self._writer = prompts, record, writer
-        self._grading: RecordedGrading | None = None
-        self._world = world
-        self._shared = SharedGroups(world, engine, self._next_request, self._submit)
-        self._names: tuple[Name, ...] = ()
-        """The groups of the batch."""
+        self._prompts, self._writer = prompts, writer
+        self.grading, self.record = grading, record
+        self._learns, self._world = learns, world
+        self._shared = SharedGroups(
+            world, engine, self._next_request, self._submit, self._is_graded
+        )
+        self._batch: list[OpenGroup] = []
+        self._version = 0
+        """Of the weights of the step."""
+        self._recorded: ScheduledStep | None = None
+        """The line of the step, where it is repeated."""
         self._to_compare: dict[Compared, TokenSequence] = {}
         self._tokens = 0
         """Tokens of the open groups before the step, less those of the batch."""
@@ -84,45 +93,52 @@ class FreeBatches:
         self,
         step: int,
         version: int,
-        grading: RecordedGrading,
         progress: Callable[[Progress], None],
-    ) -> tuple[list[Group], list[int], list[TokenSequence]]:
+    ) -> tuple[list[Group], list[int]]:
         """Draw by the weights of a version until the batch of a step can be chosen.  -> Its groups,
-        not graded, the rank that grades each, and what is to be compared of the tokens that these
-        weights drew.  Raises what an engine raises.  All ranks together.
+        not graded, and the rank that grades each.  Raises what an engine raises.  All ranks
+        together.
         """
-        self._grading, done = grading, step - 1
+        done = step - 1
         shared, opened = self._shared, self._shared.open
         begun = done * self._schedule.per_step + len(shared.groups)
         shared.begin_step(done, self._schedule.groups_begun(done) - begun)
         self._tokens = opened.tokens
-        recorded = self._record.recorded(step)
+        self._version, self._recorded = version, self.record.recorded(step)
 
         def watch() -> None:
             progress(self._progress())
 
-        if recorded is None:
-            stays = isinstance(self._engine, HttpEngine)
-            places, ranks = shared.draw(partial(self._schedule.chosen, step), watch, stays)
+        if (recorded := self._recorded) is None:
+            stays = not self._learns or isinstance(self._engine, HttpEngine)
+            choose = partial(self._schedule.chosen, step)
+            places, ranks = shared.draw(choose, watch, stays)
         else:
             places, ranks = shared.follow(recorded.learns, recorded.drawn, watch)
-        self._names = tuple(shared.groups[place].name for place in places)
-        self._to_compare = self._comparable(version, recorded)
-        groups = opened.take(places)
+        self._batch = [shared.groups[place] for place in places]
+        if self._learns:
+            self._to_compare = self._comparable(shared.groups)
+        groups = shared.take(places)
         self._tokens -= sum(one.length for group in groups for one in group.completions)
-        return groups, ranks, list(self._to_compare.values())
+        return groups, ranks
 
-    def _comparable(
-        self, version: int, recorded: ScheduledStep | None
-    ) -> dict[Compared, TokenSequence]:
-        """What is compared of the tokens that the present weights drew: a few samples as far as
-        they have come, or those of the record.
+    @property
+    def to_compare(self) -> list[TokenSequence]:
+        """What is compared of the tokens that the step's weights drew; on ranks that do not learn
+        known once the step has ended.
         """
+        return list(self._to_compare.values())
+
+    def _comparable(self, groups: Sequence[OpenGroup]) -> dict[Compared, TokenSequence]:
+        """Some tokens of the step's weights: of a few samples as far as they have come, or of those
+        of the record.
+        """
+        version, recorded = self._version, self._recorded
         if not self._schedule.ahead:
             return {}
         samples = {
             (*group.name, sample): completion
-            for group in self._shared.groups
+            for group in groups
             for sample, completion in sorted(group.samples.items())
         }
         if recorded is None:
@@ -140,19 +156,16 @@ class FreeBatches:
         """A block in which the step learns.  Servers sample on meanwhile, by the weights that they
         have; an error of theirs is raised at the end, on all ranks.
         """
-        engine, opened, world = self._engine, self._shared.open, self._world
-        if not isinstance(engine, HttpEngine) or self._record.is_ahead:
+        engine, world = self._engine, self._world
+        if not isinstance(engine, HttpEngine):
             yield
             return
         ended, errors = threading.Event(), list[BaseException]()
 
         def draw() -> None:
             try:
-                opened.resume()
-                while not ended.is_set():
-                    opened.turn()
-                    if not opened.num_live:
-                        ended.wait(_TICK_S)
+                self.draw_on(ended.is_set)
+                self.grade_on(ended.is_set)
             except BaseException as error:
                 errors.append(error)
 
@@ -166,6 +179,25 @@ class FreeBatches:
                 thread.join()
             run_on_all(world, lambda: _raise_first(errors))
 
+    def draw_on(self, ended: Callable[[], bool], watch: Callable[[], None] = lambda: None) -> None:
+        """Draw by the weights that the engine has until the step has learnt or nothing is left to
+        draw; not at all where the record says how much was drawn.
+        """
+
+        def watch_all() -> None:
+            self.grading.poll()
+            watch()
+
+        if not self.record.is_ahead:
+            self._shared.draw_on(ended, watch_all)
+
+    def grade_on(self, ended: Callable[[], bool], watch: Callable[[], None] = lambda: None) -> None:
+        """Look after what grades until the step has learnt."""
+        while not ended():
+            self.grading.poll()
+            watch()
+            sleep(_TICK_S)
+
     def end_step(self, step: int) -> EngineStats:
         """Note the line of a step that is done, and what a checkpoint holds after it.  -> What the
         engines did.  Raises MismatchError where they have drawn more or fewer tokens than the
@@ -174,11 +206,14 @@ class FreeBatches:
         stats, kept = self._shared.end_step()
         groups, tokens = self._shared.groups, self._shared.open.tokens
         check_counted(kept, tokens - self._tokens, "the open groups and the batch")
+        if not self._learns:
+            self._to_compare = self._comparable([*self._batch, *groups])
+        learns = tuple(group.name for group in self._batch)
         drawn = {group.name: group.lengths for group in groups}
-        line = ScheduledStep(step, self._names, drawn, tuple(self._to_compare)).line()
-        self._record.append([line])
+        line = ScheduledStep(step, learns, drawn, tuple(self._to_compare)).line()
+        self.record.append([line])
         if self._writer is not None:
-            self._writer.write_on_first(self._record.write)
+            self._writer.write_on_first(self.record.write)
         self._kept = [group.copy() for group in groups]
         return stats
 
@@ -187,12 +222,13 @@ class FreeBatches:
         return replace(self._like, prompt=prompt, visit=visit)
 
     def _submit(self, group: Group) -> None:
-        if self._grading is not None:
-            self._grading.submit(group)
+        self.grading.submit(group)
+
+    def _is_graded(self, group: Group) -> bool:
+        return self.grading.is_done(group)
 
     def _progress(self) -> Progress:
-        if self._grading is not None:
-            self._grading.poll()
+        self.grading.poll()
         opened = self._shared.open
         stats, total = opened.counted, sum(one.request.samples for one in opened.groups)
         tokens, seconds = stats.generated_tokens, stats.seconds
@@ -210,6 +246,10 @@ class FreeBatches:
         if not samples:
             return {}
         return {"samples": message_tensor(completions_value(samples))}
+
+    def value(self) -> dict[str, Any]:
+        """What ``restore`` takes, as a message."""
+        return {"state": self.state(), "tensors": self.tensors()}
 
     def restore(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Go on with these groups.  Raises CheckpointError for one of other prompts."""

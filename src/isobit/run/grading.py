@@ -42,6 +42,10 @@ class RecordedGrading:
         if self.graders is not None and not self.record.is_ahead:
             self.graders.submit(group)
 
+    def is_done(self, group: Group) -> bool:
+        """Whether a submitted group needs no more waiting for; others are graded when asked for."""
+        return self.graders is None or self.graders.is_done(group)
+
     def poll(self) -> None:
         """Look after what grades beside the rollout, without waiting for it."""
         if self.graders is not None:

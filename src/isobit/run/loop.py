@@ -40,7 +40,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import compress
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from isobit.config.recipes import RunConfig
 from isobit.observe.console import Console, silent
@@ -58,6 +58,7 @@ from isobit.run.rl_run import RlRun, extra_bytes, prepare_rl, read_rl
 from isobit.run.rollouters import Rollouters, ask_for, check_parts, receive_for
 from isobit.run.run import Surroundings
 from isobit.store.state import StepDigests, state_digest
+from isobit.training.comparison import Comparison
 from isobit.training.step import Findings, StepMetrics
 from isobit.training.token_count import check_sampled
 from isobit.util.errors import MismatchError
@@ -108,6 +109,7 @@ def take_step(opened: OpenRlRun, step: int) -> StepDigests:
         estimated = estimate_advantages(run, batch)  # GRPO: (reward - group's mean) / deviation
         trained = learn(run, log, batch, estimated, step)
         digests = StepDigests.of(step, batch.groups, state_digest(run))
+    trained = run.pending.with_findings(trained)
     run.pending.end_step(step)
     run.calibrate_if_due()
     log.step(step, batch, run.pending.take_engine(), trained, digests, estimated)
@@ -123,10 +125,13 @@ def sampling(run: RlRun, log: RlLog, step: int) -> AbstractContextManager[None]:
     """A block in which ``step`` learns, from a batch that is in the queue when it begins; what else
     the schedule has in this step is sampled before, or meanwhile by others.
     """
-    if run.free_batches is not None:
-        return sampling_freely(run, run.free_batches, step)
-    if run.rollouters is not None:
-        return sampling_by_rollouters(run, run.rollouters, log, step)
+    free, rollouters = run.free_batches, run.rollouters
+    if free is not None and rollouters is not None:
+        return sampling_freely_by_rollouters(run, rollouters, free, log, step)
+    if free is not None:
+        return sampling_freely(run, free, step)
+    if rollouters is not None:
+        return sampling_by_rollouters(run, rollouters, log, step)
     return sampling_in_turn(run, step)
 
 
@@ -145,10 +150,7 @@ def sampling_by_rollouters(
     """Whole batches, drawn by other processes while the step learns."""
 
     def receive() -> None:
-        with run.clock("waiting"), run.console.busy("waiting for the rollouters"):
-            value = receive_for(rollouters, run)
-        for name, seconds in value["seconds"].items():
-            run.clock.add(name, seconds)
+        value = received(run, rollouters)
         batch = run.pending.batch_of(value["batch"])
         log.inspect_ahead(batch.findings)  # before a checkpoint holds it
         run.pending.add(replace(batch, engine=EngineStats(**value["engine"])))
@@ -169,17 +171,54 @@ def sampling_freely(run: RlRun, free: FreeBatches, step: int) -> Iterator[None]:
     """Groups, drawn until a batch of them is whole; half-done samples wait while the step learns,
     or servers draw them on.
     """
-    version = run.model.policy.version
-    with run.clock("rollout"), run.console.generating("rollout") as progress:
-        watched = run.interruption.watched(progress)
-        groups, ranks, to_compare = free.sample(step, version, run.grading, watched)
-    run.console.notes(run.notes())
-    run.check_noise_of(version, groups)
-    batch = GradedBatch(groups, graded(run, groups, ranks), EngineStats(), to_compare=to_compare)
-    run.pending.add(batch)
+    run.pending.add(draw_batch(run, free, step))
     with free.beside():
         yield
     run.pending.engine += free.end_step(step)
+
+
+def draw_batch(run: RlRun, free: FreeBatches, step: int) -> GradedBatch:
+    """The graded groups of a step, drawn until they can be chosen."""
+    version = run.model.policy.version
+    with run.clock("rollout"), run.console.generating("rollout") as progress:
+        groups, ranks = free.sample(step, version, run.interruption.watched(progress))
+    run.console.notes(run.notes())
+    run.check_noise_of(version, groups)
+    grades = graded(run, groups, ranks)
+    return GradedBatch(groups, grades, EngineStats(), to_compare=free.to_compare)
+
+
+@contextmanager
+def sampling_freely_by_rollouters(
+    run: RlRun, rollouters: Rollouters, free: FreeBatches, log: RlLog, step: int
+) -> Iterator[None]:
+    """Groups, drawn by other processes until a batch of them is whole, and on while the step
+    learns; they compare what they draw.
+    """
+    open_groups = None if rollouters.have_open_groups else free.value()
+    rollouters.have_open_groups = True
+    ask_for("chosen", rollouters, run, step=step, open=open_groups)
+    batch = run.pending.batch_of(received(run, rollouters)["batch"])
+    run.pending.add(replace(batch, to_compare=()))
+    with rollouters.told_when_learnt():
+        ask_for("open", rollouters, run, step=step)
+        yield
+    value = received(run, rollouters)
+    free.restore(**value["open"])
+    run.pending.engine += EngineStats(**value["engine"])
+    if run.pending.is_ahead:
+        findings = Findings(Comparison(**value["comparison"]), value["mismatch"])
+        run.pending.note_findings(findings)
+        log.inspect(findings)  # before a checkpoint holds the step
+
+
+def received(run: RlRun, rollouters: Rollouters) -> dict[str, Any]:
+    """The rollouters' answer, once it is there, with the seconds of their clock in the run's."""
+    with run.clock("waiting"), run.console.busy("waiting for the rollouters"):
+        value = receive_for(rollouters, run)
+    for name, seconds in value["seconds"].items():
+        run.clock.add(name, seconds)
+    return value
 
 
 def collect(run: RlRun) -> GradedBatch:
@@ -296,8 +335,6 @@ def learn(
     trained = run.learner.update(batch.groups, estimated, step, inspect)
     if run.reference is not None:
         run.reference.refresh_if_due(step)
-    if batch.comparison is not None:
-        trained = replace(trained, comparison=batch.comparison, mismatch=batch.mismatch)
     return trained
 
 

@@ -38,7 +38,7 @@ from isobit.rewards.tally import GradeStats
 from isobit.rollout.engine_stats import EngineStats
 from isobit.training.advantage_estimator import scores_by_policy, with_old_columns
 from isobit.training.comparison import ComparedTokens, Comparison
-from isobit.training.step import Findings
+from isobit.training.step import Findings, StepMetrics
 from isobit.training.trainer import Trainer
 from isobit.util.errors import CheckpointError
 
@@ -102,6 +102,11 @@ class Pending:
         self.engine = EngineStats()
         """What engines did for batches, since it was last taken."""
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether some of what is sampled is learnt from by other weights."""
+        return self._schedule.ahead > 0
+
     def missing(self, step: int) -> range:
         """The batches that a written schedule samples in a step, by the steps that will learn from
         them.  Without a lag that is the step's own: the queue is empty between steps, and no part
@@ -122,6 +127,18 @@ class Pending:
                 batch if batch.comparison is not None else compared(batch, trainer)
                 for batch in self._waiting
             )
+
+    def note_findings(self, findings: Findings) -> None:
+        """Those who drew the batch at the front have compared what they drew beside it."""
+        comparison, mismatch = findings.comparison, findings.mismatch
+        self._waiting[0] = replace(self._waiting[0], comparison=comparison, mismatch=mismatch)
+
+    def with_findings(self, trained: StepMetrics) -> StepMetrics:
+        """What a step did with the batch at the front, which was compared when it was sampled."""
+        batch = self._waiting[0]
+        if batch.comparison is None:
+            return trained
+        return replace(trained, comparison=batch.comparison, mismatch=batch.mismatch)
 
     def findings(self) -> list[Findings]:
         """What the comparison of each batch has found, from the front on."""
@@ -167,13 +184,14 @@ class Pending:
         )
 
     def batch_of(self, value: Mapping[str, Any]) -> GradedBatch:
+        comparison = value["comparison"]
         return GradedBatch(
             groups_of(value["groups"], lambda name: prompt_of(self._prompts, name)),
             GradeStats(**value["grades"]),
             EngineStats(),
             value["refills"],
             value["dropped_groups"],
-            Comparison(**value["comparison"]),
+            None if comparison is None else Comparison(**comparison),
             value["mismatch"],
         )
 
@@ -201,16 +219,16 @@ def prompt_of(prompts: Mapping[str, Prompt], name: str) -> Prompt:
 
 
 def batch_value(batch: GradedBatch) -> dict[str, Any]:
-    """A batch that has been compared, as ``isobit.parallel.world`` takes it; without what the
-    engine did.
+    """A batch as ``isobit.parallel.world`` takes it; without what the engine did, and without what
+    is to be compared.
     """
-    assert batch.comparison is not None, "a batch that waits has been compared"
+    comparison = batch.comparison
     return {
         "groups": groups_value(batch.groups),
         "grades": asdict(batch.grades),
         "refills": batch.refills,
         "dropped_groups": batch.dropped_groups,
-        "comparison": asdict(batch.comparison),
+        "comparison": None if comparison is None else asdict(comparison),
         "mismatch": batch.mismatch,
     }
 

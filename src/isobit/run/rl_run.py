@@ -56,6 +56,7 @@ from isobit.run.rollouters import RecordedInputs, Rollouters, ask_for, evaluatio
 from isobit.run.run import Run, Surroundings
 from isobit.store.resume import Start
 from isobit.store.reward_record import AnswerRecord, RewardRecord
+from isobit.store.schedule_record import ScheduleRecord
 from isobit.training.advantage_estimator import AdvantageEstimator
 from isobit.training.calibration import build_calibration, describe_shadow
 from isobit.training.checks import check_noise
@@ -103,7 +104,7 @@ class RlRun(Run[RunConfig, RlData]):
         self.sampling = plan.sampling
         self.rollouters = rollouters
         self._environments = around.environments
-        self.recorded = RecordedInputs(self.grading, around.answers, around.writer)
+        self.recorded = RecordedInputs(self.grading, around.answers, around.schedule, around.writer)
         """What the run is given from outside."""
         self._episodes = self._with_answers(around.answers)
         if rollouters is not None:
@@ -112,7 +113,7 @@ class RlRun(Run[RunConfig, RlData]):
         schedule = schedule_of(config)
         self.pending = Pending(schedule, plan.data.train)
         is_free = config.asynchrony.max_staleness is not None
-        self.free_batches = self._free_batches(schedule, around) if is_free else None
+        self.free_batches = self._free_batches(schedule, around, learns) if is_free else None
         """Draws the groups of a recorded schedule; None where it is written beforehand."""
         self.replay: ReplayBuffer | None = None
         if config.replay.fraction > 0:
@@ -149,12 +150,20 @@ class RlRun(Run[RunConfig, RlData]):
         )
         return Learner(estimator, self.replay, self.calibration, config.check.repeat_every)
 
-    def _free_batches(self, schedule: Schedule, around: Surroundings) -> FreeBatches:
+    def _free_batches(self, schedule: Schedule, around: Surroundings, learns: bool) -> FreeBatches:
         data, samples = self.data, self.config.training.samples_per_prompt
         like = Request(data.prompts[0], 0, samples, self.sampling)
-        records = around.schedule, around.writer
         return FreeBatches(
-            schedule, self.world, self.engine, self.sampler, like, data.train, *records
+            schedule,
+            self.world,
+            self.engine,
+            self.sampler,
+            like,
+            data.train,
+            self.grading,
+            around.schedule,
+            around.writer,
+            learns,
         )
 
     def _with_answers(self, answers: AnswerRecord) -> Episodes | None:
@@ -175,11 +184,17 @@ class RlRun(Run[RunConfig, RlData]):
             self.engine,
         )
 
-    def take_records(self, rewards: RewardRecord, answers: AnswerRecord) -> None:
-        """Give what ``rewards`` and ``answers`` still have before anything new, from now on."""
+    def take_records(
+        self, rewards: RewardRecord, answers: AnswerRecord, schedule: ScheduleRecord
+    ) -> None:
+        """Give what these records still have before anything new, from now on."""
         self.grading = replace(self.grading, record=rewards)
-        self.recorded = replace(self.recorded, grading=self.grading, answers=answers)
+        self.recorded = replace(
+            self.recorded, grading=self.grading, answers=answers, schedule=schedule
+        )
         self._episodes = self._with_answers(answers)
+        if self.free_batches is not None:
+            self.free_batches.grading, self.free_batches.record = self.grading, schedule
 
     def describe_sampling(self) -> list[str]:
         shape = self.model.policy.config

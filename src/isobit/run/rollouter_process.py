@@ -8,18 +8,20 @@ from functools import partial
 from typing import Any
 
 from isobit.config.recipes import RunConfig
-from isobit.parallel.world import ALONE, World
+from isobit.parallel.world import ALONE, World, run_on_all
 from isobit.records.wire import completions_value, groups_value
 from isobit.run.agreement import check_recipes
+from isobit.run.free_batches import FreeBatches
 from isobit.run.interruption import Interruption
-from isobit.run.loop import collect, train
+from isobit.run.loop import collect, draw_batch, train
 from isobit.run.open_run import environments_of, open_graders
-from isobit.run.pending import batch_value, compared
+from isobit.run.pending import batch_value, compared, compared_sequences
 from isobit.run.resolved import ResolvedRecipe, as_begun, resolve, settled
 from isobit.run.rl_run import RlRun, prepare_rl, read_rl
 from isobit.run.rollouters import Asked, Rollouters, check_parts
 from isobit.run.run import Surroundings
 from isobit.store.reward_record import SentAnswers, SentRecord
+from isobit.store.schedule_record import SentSchedule
 
 
 def train_by_ranks(
@@ -60,34 +62,37 @@ def sample_for_trainers(recipe: ResolvedRecipe[RunConfig], rollouters: Rollouter
         environments_of(recipe) as environments,
     ):
         recipe = settled(recipe, read_rl)
-        # a signal waits for an answer, since the run's own interruption hears none
         around = replace(Surroundings.none(world), graders=graders, environments=environments)
+        if recipe.config.asynchrony.max_staleness is not None:
+            around = replace(around, interruption=interruption)
+        # with a lag a signal waits for an answer, since the run's own interruption hears none
         run = prepare_rl(recipe, world, around=around, learns=False)
         if graders is not None:
             graders.describe()
         with interruption:
             rollouters.check_machines(run.model.policy.device)
             while (asked := rollouters.wait(run.model.policy, interruption.check)) is not None:
-                rollouters.answer(partial(_sampled, run, asked))
+                rollouters.answer(partial(_sampled, run, rollouters, asked))
 
 
-def _sampled(run: RlRun, asked: Mapping[str, Any]) -> dict[str, Any]:
+def _sampled(run: RlRun, rollouters: Rollouters, asked: Mapping[str, Any]) -> dict[str, Any]:
     """What is asked for, where the order of prompts stands after it, and what the run was given for
     it; order and records begin where the trainers' stand.
     """
     ahead = {name: [line.encode() for line in lines] for name, lines in asked["ahead"].items()}
     rewards = SentRecord(lambda _: None, ahead["gradings"])
     answers = SentAnswers(lambda _: None, ahead["answers"])
-    run.take_records(rewards, answers)
+    schedule = SentSchedule(lambda _: None, ahead["schedule"])
+    run.take_records(rewards, answers, schedule)
     run.sampler.restore(asked["sampler"])
-    result = _SAMPLED[asked["what"]](run)
-    sent = {"gradings": rewards.gradings, "answers": answers.sent}
+    result = _SAMPLED[asked["what"]](run, rollouters, asked)
+    sent = {"gradings": rewards.gradings, "answers": answers.sent, "schedule": schedule.sent}
     given = {name: [line.decode() for line in lines] for name, lines in sent.items()}
     seconds, sampler = run.clock.take(), run.sampler.state()
     return {**result, "seconds": seconds, "sampler": sampler, "given": given}
 
 
-def _batch(run: RlRun) -> dict[str, Any]:
+def _batch(run: RlRun, *_: Any) -> dict[str, Any]:
     """The next batch, compared by the weights that drew it."""
     batch = collect(run)
     with run.turns.training(run.clock):
@@ -95,7 +100,40 @@ def _batch(run: RlRun) -> dict[str, Any]:
     return {"batch": batch_value(batch), "engine": asdict(batch.engine)}
 
 
-def _evaluation(run: RlRun) -> dict[str, Any]:
+def _chosen(run: RlRun, _: Rollouters, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch of a step; it is compared with all else that the step's weights draw."""
+    free = _free_batches_of(run)
+    if asked["open"] is not None:
+        free.restore(**asked["open"])
+    return {"batch": batch_value(draw_batch(run, free, asked["step"]))}
+
+
+def _open(run: RlRun, rollouters: Rollouters, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The open groups, drawn on while the step learns; and what the comparison has found, which
+    comes before the step has learnt where nothing is left to draw.
+    """
+    free, learnt, beat = _free_batches_of(run), rollouters.have_learnt, run.world.pulse.beat
+    with run.clock("rollout"):
+        run_on_all(run.world, lambda: free.draw_on(learnt, beat))
+        engine = free.end_step(asked["step"])
+    with run.turns.training(run.clock):
+        comparison, mismatch = compared_sequences(run.trainer, free.to_compare)
+    answer = {
+        "open": free.value(),
+        "engine": asdict(engine),
+        "comparison": asdict(comparison),
+        "mismatch": mismatch,
+    }
+    free.grade_on(learnt, beat)
+    return answer
+
+
+def _free_batches_of(run: RlRun) -> FreeBatches:
+    assert run.free_batches is not None, "this is asked under a free schedule alone"
+    return run.free_batches
+
+
+def _evaluation(run: RlRun, *_: Any) -> dict[str, Any]:
     """The figures and the graded groups of each evaluation set."""
     made = run.evaluate_now()
     return {
@@ -104,12 +142,14 @@ def _evaluation(run: RlRun) -> dict[str, Any]:
     }
 
 
-def _few(run: RlRun) -> dict[str, Any]:
+def _few(run: RlRun, *_: Any) -> dict[str, Any]:
     return {"samples": completions_value(run.sample_few())}
 
 
-_SAMPLED: Mapping[Asked, Callable[[RlRun], dict[str, Any]]] = {
+_SAMPLED: Mapping[Asked, Callable[[RlRun, Rollouters, Mapping[str, Any]], dict[str, Any]]] = {
     "batch": _batch,
+    "chosen": _chosen,
+    "open": _open,
     "evaluation": _evaluation,
     "few": _few,
 }

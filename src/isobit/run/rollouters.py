@@ -4,8 +4,7 @@ from batch t, the last sample batch t + k, k = ``async.lag``.
     trainers      a world of their own, in which the run is what it is without rollouters: masters,
                   steps, files, the queue of batches; they sample nothing
     rollouters    published weights, engines and graders; they sample what the trainers ask for, one
-                  thing after the other, and keep nothing between two
-                  (``isobit.run.rollouter_process``)
+                  thing after the other (``isobit.run.rollouter_process``)
 
     in step t     trainers (``run.loop``)             rollouters (``run.rollouter_process``)
     meet          ``ask`` for a batch; new weights    ``wait``
@@ -17,13 +16,26 @@ with the first question after they have changed, in the tensors that the engine 
 of them would let the bytes travel while the engine decodes, and hide tens of milliseconds a step
 for as much memory as the weights take.
 
-The contents of a batch do not depend on who samples it: the bytes are those of one process with the
-same lag.  The trainers' state says which prompts come next, and their record which rewards are
-known; both go with every question, and come back with its answer.
+Freely (``async.max_staleness``) rollouters draw as servers do (``isobit.run.free_batches``): they
+answer as soon as a batch can be chosen, and draw on while the trainers learn from it, who note on
+the board that they have.  Between two questions rollouters keep the open groups, and nothing else;
+the trainers get these for their checkpoints.
 
-An error of any rank is raised on all at the next meeting.  A signal is answered between two
-questions: the trainers learn while a batch is sampled, so a batch that was given up would take the
-last moment between two steps with it.
+    in step t     trainers                            rollouters
+    meet          ``ask`` for the batch of step t     ``wait``
+                                                      draw until it is chosen, grade it
+    meet          ``receive`` it, ``ask`` for more    ``answer``
+    side by side  ``learn`` from it                   draw on, then compare
+    meet          ``receive`` the open groups         ``answer``
+
+With a lag the contents of a batch do not depend on who samples it: the bytes are those of one
+process with the same lag.  The trainers' state says which prompts come next, and their records
+which rewards are known and who learns from what; they go with every question, and come back with
+its answer.
+
+An error of any rank is raised on all at the next meeting.  A signal is answered while the trainers
+stand between two steps: with a lag between two questions, since they learn while a batch is
+sampled; freely also while a batch is drawn, which they wait for.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,14 +57,17 @@ from isobit.run.evaluation import Evaluation, Evaluator
 from isobit.run.grading import RecordedGrading
 from isobit.store.manifest import environment
 from isobit.store.reward_record import AnswerRecord
+from isobit.store.schedule_record import ScheduleRecord
 from isobit.store.training_run import TrainingRun
 from isobit.store.waiting_writer import WaitingWriter
 from isobit.util.errors import ConfigError, Interrupted
 
-Asked = Literal["batch", "evaluation", "few"]
-"""What trainers ask for: the next batch, compared; every evaluation set; the beginnings of a few
-answers.
+Asked = Literal["batch", "chosen", "open", "evaluation", "few"]
+"""What trainers ask for: the next batch, compared; freely the batch of a step, and what is drawn
+while it is learnt from; every evaluation set; the beginnings of a few answers.
 """
+_LEARNT = "learnt"
+"""The note that says that the trainers have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +78,9 @@ class RecordedInputs:
 
     grading: RecordedGrading
     answers: AnswerRecord
+    schedule: ScheduleRecord
     writer: WaitingWriter | None
-    """Writes the answers; None where they are sent to others."""
+    """Writes them; None where they are sent to others."""
 
     def write_answers(self) -> None:
         """Write what a rollout has recorded."""
@@ -73,7 +89,11 @@ class RecordedInputs:
 
     def ahead(self) -> dict[str, list[str]]:
         """What the records of an interrupted run still have of rollouts to come."""
-        records = {"gradings": self.grading.record, "answers": self.answers}
+        records = {
+            "gradings": self.grading.record,
+            "answers": self.answers,
+            "schedule": self.schedule,
+        }
         return {
             name: [line.decode() for line in record.lines_ahead] for name, record in records.items()
         }
@@ -83,6 +103,9 @@ class RecordedInputs:
         self.grading.append([line.encode() for line in found["gradings"]])
         self.answers.append([line.encode() for line in found["answers"]])
         self.write_answers()
+        self.schedule.append([line.encode() for line in found["schedule"]])
+        if self.writer is not None:
+            self.writer.write_on_first(self.schedule.write)
 
 
 class Rollouters:
@@ -95,6 +118,8 @@ class Rollouters:
         self.whole = whole
         self.mine = whole.split([0, self.trainers, whole.size])
         """The world of this rank's part."""
+        self.have_open_groups = False
+        """Whether the rollouters have the open groups of the run."""
         self._is_over = False
         self._passed_on: int | None = None
 
@@ -111,6 +136,22 @@ class Rollouters:
         self._meet(lambda: {**question, "weights": is_new})
         if is_new:
             self._pass_on(policy)
+
+    @contextmanager
+    def told_when_learnt(self) -> Iterator[None]:
+        """Trainers: a block in which they ask for what is drawn while they learn, and learn."""
+        board, is_first = self.whole.board, self.mine.rank == 0
+        if is_first:
+            board.remove(_LEARNT)
+        try:
+            yield
+        finally:
+            if is_first:
+                board.post(_LEARNT, b"")
+
+    def have_learnt(self) -> bool:
+        """Rollouters: whether the trainers have left that block."""
+        return self.whole.board.read(_LEARNT) is not None
 
     def receive(self) -> Any:
         """Trainers: wait for what was asked for."""
@@ -177,10 +218,10 @@ class AskingRun(TrainingRun, Protocol):
     def recorded(self) -> RecordedInputs: ...
 
 
-def ask_for(what: Asked, rollouters: Rollouters, run: AskingRun) -> None:
-    """Trainers: ask for what comes next in the run."""
+def ask_for(what: Asked, rollouters: Rollouters, run: AskingRun, **more: Any) -> None:
+    """Trainers: ask for what comes next in the run, with ``more`` that the question needs."""
     state, ahead = run.sampler.state(), run.recorded.ahead()
-    rollouters.ask(run.model.policy, {"what": what, "sampler": state, "ahead": ahead})
+    rollouters.ask(run.model.policy, {"what": what, "sampler": state, "ahead": ahead, **more})
 
 
 def receive_for(rollouters: Rollouters, run: AskingRun) -> dict[str, Any]:

@@ -130,6 +130,18 @@ class LineRecord:
             self._unwritten.append(line)
 
 
+class SentLines(LineRecord):
+    """A record whose lines are sent to the ranks that write it."""
+
+    def __init__(self, say: Say, lines: Sequence[bytes]) -> None:
+        super().__init__(say, lines)
+        self.sent: list[bytes] = []  # those made or repeated since the start
+
+    def append(self, lines: Sequence[bytes]) -> None:
+        super().append(lines)
+        self.sent += lines
+
+
 class RewardRecord(LineRecord):
     """Grades groups from the record where it has them, otherwise by asking, and records them."""
 
@@ -234,16 +246,8 @@ class AnswerRecord(LineRecord):
         return recorded
 
 
-class SentAnswers(AnswerRecord):
-    """A record whose lines are sent to the ranks that write it."""
-
-    def __init__(self, say: Say, lines: Sequence[bytes]) -> None:
-        super().__init__(say, lines)
-        self.sent: list[bytes] = []  # those made or repeated since the start
-
-    def append(self, lines: Sequence[bytes]) -> None:
-        super().append(lines)
-        self.sent += lines
+class SentAnswers(SentLines, AnswerRecord):
+    """Answers that are sent to the ranks that write them."""
 
 
 class KnownAnswers(AnswerRecord):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from isobit.records.schedule import Name
-from isobit.store.reward_record import LineRecord
+from isobit.store.reward_record import LineRecord, SentLines
 from isobit.util.strict_json import json_line
 
 
@@ -82,3 +82,7 @@ class ScheduleRecord(LineRecord):
                 return found
         self._drop()
         return None
+
+
+class SentSchedule(SentLines, ScheduleRecord):
+    """A schedule whose lines are sent to the ranks that write them."""
