@@ -23,9 +23,10 @@ makes -0 to 0).  No kernel may contract a product and a sum (``enable_fp_fusion=
 ex2.approx, is the same instruction everywhere.
 
 **Work.**  ``_rule_kernel`` has one program a sequence, value head and block of dv, which walks its
-chunks; ROWS new rows at once: 1 in decoding, 16 for guesses, 32 in prompts and in training.  A
-group's factors of u_j are in global memory, where each step of the chain reads one column; no more
-sequences are launched at once than have room there.
+chunks; ROWS new rows at once: 16 for guesses, 32 in prompts and in training.  A group's factors of
+u_j are in global memory, where each step of the chain reads one column; no more sequences are
+launched at once than have room there.  Where each sequence has one new row, as in decoding, the
+kernels are those of ``isobit.kernels.triton.delta_rule_rollout``.
 FP32 products use no tensor cores, and blocks of dv repeat what is of keys alone: about 200,000
 operations a token and head of 128 x 128.
 
@@ -44,14 +45,13 @@ Shapes: T new tokens of n sequences, H value heads, H / r key heads (KH), heads 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportReturnType=false
 # (Triton's types know neither launch options nor what a kernel computes with)
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.operands import DeltaInputs, DeltaShape, DeltaWeights, PagedBatch
+from isobit.kernels.operands import DeltaShape
 from isobit.kernels.spec.delta_rule import DeltaCarries
 from isobit.kernels.triton.delta_rows import (
     CHUNK,
@@ -59,9 +59,7 @@ from isobit.kernels.triton.delta_rows import (
     DeltaRows,
     carried_chunk,
     padded,
-    rows_of,
 )
-from isobit.kernels.triton.memory import to_device
 from isobit.kernels.triton.sizes import FACTOR_COLUMNS, FACTOR_ROWS, FACTORS
 
 _CHUNK = tl.constexpr(CHUNK)
@@ -177,29 +175,32 @@ def _chains(
 
 
 @triton.jit
-def _put_next_state(
-    state, exists, following, k, held, updates, decays, old, end, column, KH: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
+def put_next_state(
+    state, exists, following, k, held, updates, decays, old, end, start, stop, column,
+    KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Write S1 of a whole chunk, from S0 at ``state`` or, where none exists, from zeros."""
+    """Write rows ``start`` .. ``stop`` - 1 of S1 of a whole chunk, from S0 at ``state`` or, where
+    none exists, from zeros; zeros of a chunk of no rows.
+    """
     row = tl.arange(0, _CHUNK)
     part = tl.arange(0, _PART)
     depth = tl.arange(0, BK)
     inside = (column < DV)[None, :]
     final = tl.sum(tl.where(row == _CHUNK - 1, decays, 0.0), 0)
-    for first in range(0, DK, BK):
+    for first in range(start, stop, BK):
         d = first + depth
         at = d[:, None] * DV + column[None, :]
-        is_there = (d < DK)[:, None] & inside
-        s = tl.exp(final) * tl.load(state + at, mask=is_there & exists, other=0.0)
+        is_its = (d < DK)[:, None] & inside
+        s = tl.exp(final) * tl.load(state + at, mask=is_its & exists, other=0.0)
         for one in range(0, _CHUNK, _PART):
             j = one + part
             keys = _keys(k, held, old, j, end, d, KH, DK)
             weights = tl.exp(final - _of_rows(decays, row, j))[:, None] * keys
-            u = tl.load(updates + j[:, None] * DV + column[None, :], mask=inside, other=0.0)
+            is_there = (j < end)[:, None] & inside
+            u = tl.load(updates + j[:, None] * DV + column[None, :], mask=is_there, other=0.0)
             s = tl.dot(tl.trans(weights), u, s, input_precision="ieee")
         tl.debug_barrier()  # S0 of these d is read before S1 takes its place
-        tl.store(following + at, s + 0.0, mask=is_there)
+        tl.store(following + at, s + 0.0, mask=is_its)
     tl.debug_barrier()
 
 
@@ -318,9 +319,10 @@ def _rule_kernel(
             if not is_paged:
                 following = tl.load(STATE + n).to(tl.int64) + chunk
             to = STATES + (following * H + h) * (DK * DV)
-            _put_next_state(
-                state, here >= 0, to, k, held, updates, decays, old, end, column, KH, DK, DV, BK
-            )
+            put_next_state(
+                state, here >= 0, to, k, held, updates, decays, old, end, 0, DK, column, KH, DK, DV,
+                BK,
+            )  # fmt: skip
             here, of_chunk = following, work
             decays = tl.zeros([_CHUNK], tl.float32)
             total = tl.sum(decays, 0)
@@ -340,7 +342,6 @@ class RuleForm:
 
 
 FORMS = (
-    RuleForm(1, 128, 32, 8),
     RuleForm(16, 64, 16, 8),
     RuleForm(FACTOR_ROWS, FACTOR_COLUMNS, 16, 8),
 )
@@ -395,80 +396,3 @@ def apply_rule(
             shape.value_dim, form.rows, columns, min(form.depth, padded(shape.key_dim)),
             num_warps=form.warps, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
-
-
-class PagedDeltaRule:
-    """The delta rule of the rollout; one object serves all layers of a forward."""
-
-    def __init__(
-        self, batch: DeltaBatch, owners: torch.Tensor, parts: Sequence[DeltaBatch]
-    ) -> None:
-        """``parts`` are the sequences of ``batch`` by how many of their rows are computed at once;
-        ``owners`` int32 [T], the sequence of each token.
-        """
-        self._batch, self._owners, self._parts = batch, owners, parts
-
-    @classmethod
-    def of(cls, paged: PagedBatch, device: torch.device) -> "PagedDeltaRule":
-        """A ragged batch, known to the host."""
-        assert paged.carries is not None, "sequences of a model with delta rules have carries"
-        new = torch.tensor(paged.counts)
-        positions, (read, written) = torch.tensor(paged.lengths) - new, paged.carries
-        columns = positions, new, read, written
-        for one in zip(*(column.tolist() for column in columns), strict=True):
-            _check(*one)
-        owners = torch.repeat_interleave(torch.arange(len(new)), new)
-        starts = new.cumsum(0) - new
-        sent = to_device(torch.stack([positions, new, starts, read, written]).int(), device)
-        batch = DeltaBatch(*sent.unbind(0), int(new.max()))
-        parts, fewest = list[DeltaBatch](), 0
-        for form in FORMS:
-            most = form.rows if form is not FORMS[-1] else batch.longest
-            if bool((chosen := (new > fewest) & (new <= most)).any()):
-                index = to_device(chosen.nonzero()[:, 0], device)
-                parts.append(batch.sequences(index, most))
-            fewest = most
-        return cls(batch, to_device(owners.int(), device), parts)
-
-    @classmethod
-    def decoding(
-        cls,
-        positions: torch.Tensor,
-        read: torch.Tensor,
-        written: torch.Tensor,
-        places: torch.Tensor | None = None,
-    ) -> "PagedDeltaRule":
-        """One new token for each sequence, or several as ``places`` says (``DecodeBatch``), [n] on
-        the device each; asks nothing of the host, so it can be captured.
-        """
-        index = torch.arange(len(positions), device=positions.device)
-        ones, owners, longest = torch.ones_like(index), index, 1
-        counts = ones
-        if places is not None:  # a row that is not the first of its sequence is one of no tokens
-            owners = index - places
-            counts = torch.zeros_like(ones).index_add_(0, owners, ones)
-            longest = FORMS[1].rows  # at once
-        columns = positions, counts, index, read, written
-        batch = DeltaBatch(*(column.int() for column in columns), longest)
-        return cls(batch, owners.int(), [batch])
-
-    def forward(
-        self, carries: DeltaCarries, inputs: DeltaInputs, weights: DeltaWeights
-    ) -> torch.Tensor:
-        """-> o [T, H DV] in the dtype of x."""
-        rows = rows_of(inputs, weights, self._batch, self._owners, carries)
-        output = inputs.x.new_empty(len(inputs.x), weights.shape.values)
-        for part in self._parts:
-            apply_rule(rows, weights.shape, part, carries, output)
-        return output
-
-
-def _check(position: int, count: int, read: int, written: int) -> None:
-    assert count > 0
-    assert (read < 0) == (position == 0), "a sequence goes on from a carry, or begins"
-    assert written >= 0
-    last = (position + count - 1) // CHUNK
-    if read == written:
-        assert position // CHUNK == last, "a carry that is read and written is of one chunk"
-    elif read >= 0:
-        assert (position - 1) // CHUNK < last, "another carry is written for a further chunk"
