@@ -223,7 +223,7 @@ def check_forms(shape: DeltaShape) -> None:
     learnt, given = weights(shape), inputs(shape, sum(lengths))
     expected = packed(given, learnt, lengths)
     usual = delta_rule.FORMS
-    for form in (*usual, RuleForm(32, 16, 16, 4), RuleForm(4, 32, 32, 4)):
+    for form in (*usual, RuleForm(64, 16, 16, 4), RuleForm(16, 32, 32, 4)):
         delta_rule.FORMS = (form,)
         assert same_bits(packed(given, learnt, lengths), expected)
     delta_rule.FORMS = usual

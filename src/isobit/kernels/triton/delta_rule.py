@@ -18,15 +18,16 @@ and S0^T k, k . k and their like begin with 0 and take d in ascending order.
 the number of rows and wherever a sum is cut into several products; the sums over rows of a group
 are the same chain written out.  So nothing but time depends on how many rows are computed at once,
 which columns of dv a program has, or where a group begins.  Terms that a form has and another has
-not are products with 0; they can change the sign of a zero alone, and results are canonical (+ 0.0
-makes -0 to 0).  No kernel may contract a product and a sum (``enable_fp_fusion=False``); exp, of
-ex2.approx, is the same instruction everywhere.
+not are products of finite numbers with 0; they can change the sign of a zero alone, and results are
+canonical (+ 0.0 makes -0 to 0).  No kernel may contract a product and a sum
+(``enable_fp_fusion=False``); exp, of ex2.approx, is the same instruction everywhere.
 
 **Work.**  ``_rule_kernel`` has one program a sequence, value head and block of dv, which walks its
 chunks; ROWS new rows at once: 16 for guesses, 32 in prompts and in training.  A group's factors of
-u_j are in global memory, where each step of the chain reads one column; no more sequences are
-launched at once than have room there.  Where each sequence has one new row, as in decoding, the
-kernels are those of ``isobit.kernels.triton.delta_rule_rollout``.
+u_j are in global memory.  What rows take from those before them, 16 rows at a time, is a product;
+the 16 take each other's terms row after row, a thread for each column, and o is a product of all u.
+No more sequences are launched at once than have room there.  Where each sequence has one new row,
+as in decoding, the kernels are those of ``isobit.kernels.triton.delta_rule_rollout``.
 FP32 products use no tensor cores, and blocks of dv repeat what is of keys alone: about 200,000
 operations a token and head of 128 x 128.
 
@@ -63,7 +64,8 @@ from isobit.kernels.triton.delta_rows import (
 from isobit.kernels.triton.sizes import FACTOR_COLUMNS, FACTOR_ROWS, FACTORS
 
 _CHUNK = tl.constexpr(CHUNK)
-_PART = tl.constexpr(16)  # rows of u that a product reads at once
+_PART = tl.constexpr(16)  # rows of u that a product reads, or that a thread solves, at once
+_MADE = tl.constexpr(32)  # rows of S1 that are made at once
 
 
 @triton.jit
@@ -147,31 +149,55 @@ def _of_state(
 
 
 @triton.jit
-def _chains(
-    made, output, factors, updates, group, end, column, DV: tl.constexpr, ROWS: tl.constexpr
-):
-    """u and o of the rows from ``group`` on, [ROWS, BV], from the first terms of their chains."""
+def _add_known(total, factors, updates, start, stop, column, DV: tl.constexpr, ROWS: tl.constexpr):
+    """[ROWS, BV] sums of a group's chains with the terms of u_j, ``start`` <= j < ``stop``, behind
+    them.
+    """
     group_row = tl.arange(0, ROWS)
     part = tl.arange(0, _PART)
-    for first in range(0, group, _PART):
+    for first in range(start, stop, _PART):
         j = first + part
-        known = updates + j[:, None] * DV + column[None, :]
-        u = tl.load(known, mask=(j < group)[:, None] & (column < DV)[None, :], other=0.0)
+        at = updates + j[:, None] * DV + column[None, :]
+        u = tl.load(at, mask=(j < stop)[:, None] & (column < DV)[None, :], other=0.0)
         factor = factors + j[None, :] * ROWS + group_row[:, None]
-        is_known = (j < group)[None, :]
-        w = tl.load(factor, mask=is_known, other=0.0)
-        made = tl.dot(w, u, made, input_precision="ieee")
-        w = tl.load(factor + _CHUNK * ROWS, mask=is_known, other=0.0)
-        output = tl.dot(w, u, output, input_precision="ieee")
-    for one in range(0, tl.minimum(end - group, ROWS)):
-        u = tl.sum(tl.where((group_row == one)[:, None], made, 0.0), 0) + 0.0
-        u = tl.broadcast_to(u[None, :], made.shape)
-        factor = factors + (group + one) * ROWS + group_row
-        w = tl.broadcast_to(tl.load(factor)[:, None], made.shape)
-        made = tl.where((group_row > one)[:, None], tl.math.fma(w, u, made), made)
-        w = tl.broadcast_to(tl.load(factor + _CHUNK * ROWS)[:, None], made.shape)
-        output = tl.where((group_row >= one)[:, None], tl.math.fma(w, u, output), output)
-    return made + 0.0, output + 0.0
+        w = tl.load(factor, mask=(j < stop)[None, :], other=0.0)
+        total = tl.dot(w, u, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _solve(factors, updates, count, column, DV: tl.constexpr, ROWS: tl.constexpr):
+    """Turn the first ``count`` of a few rows at ``updates``, which lack the terms of one another,
+    into u, a thread for each column.
+    """
+    u = ()
+    for i in tl.static_range(_PART):
+        is_there = (i < count) & (column < DV)
+        one = tl.load(updates + i * DV + column, mask=is_there, other=0.0)
+        for j in tl.static_range(i):
+            one = tl.math.fma(tl.load(factors + j * ROWS + i), u[j], one)
+        u += (one + 0.0,)
+    for i in tl.static_range(_PART):
+        tl.store(updates + i * DV + column, u[i], mask=(i < count) & (column < DV))
+
+
+@triton.jit
+def _put_updates(made, factors, updates, group, end, column, DV: tl.constexpr, ROWS: tl.constexpr):
+    """Write u of the rows from ``group`` on, from the first terms of their chains [ROWS, BV]."""
+    m = group + tl.arange(0, ROWS)
+    to = updates + m[:, None] * DV + column[None, :]
+    made = _add_known(made, factors, updates, 0, group, column, DV, ROWS)
+    for some in tl.static_range(0, ROWS, _PART):
+        first = group + some
+        known = tl.minimum(first, end)
+        if some > 0:
+            made = _add_known(made, factors, updates, first - _PART, known, column, DV, ROWS)
+        is_its = (m >= first) & (m < tl.minimum(first + _PART, end))
+        tl.store(to, made, mask=is_its[:, None] & (column < DV)[None, :])
+        tl.debug_barrier()
+        own = factors + first * ROWS + some
+        _solve(own, updates + first * DV, end - first, column, DV, ROWS)
+        tl.debug_barrier()
 
 
 @triton.jit
@@ -288,9 +314,10 @@ def _rule_kernel(
         state = STATES + (here * H + h) * (DK * DV)
         updates = UPDATES + (of_chunk * H + h) * (_CHUNK * DV)
         end = tl.minimum(stop - chunk * _CHUNK, _CHUNK)
-        for i in range(old, end):
-            total += tl.load(DECAY + of_row + i * H)
-            decays = tl.where(row == i, total, decays)
+        for i in tl.static_range(_CHUNK):  # all are read at once, and added one by one
+            is_new = (i >= old) & (i < end)
+            total += tl.load(DECAY + of_row + i * H, mask=is_new, other=0.0)
+            decays = tl.where(is_new & (row == i), total, decays)
         for group in range(old, end, ROWS):
             m = group + tl.arange(0, ROWS)
             beta = tl.load(BETA + of_row + m * H, mask=m < end, other=0.0)
@@ -302,13 +329,13 @@ def _rule_kernel(
             at = m[:, None] * (H * DV) + column[None, :]
             v = tl.load(V + of_row * DV + at, mask=inside, other=0.0)
             seen = tl.exp(totals)[:, None]
-            made, output = _chains(
-                beta[:, None] * (v - seen * told), seen * output, factors, updates, group, end,
-                column, DV, ROWS,
-            )  # fmt: skip
-            tl.store(OUT + of_row * DV + at, output.to(OUT.dtype.element_ty), mask=inside)
-            tl.store(updates + m[:, None] * DV + column[None, :], made, mask=inside)
-            tl.debug_barrier()
+            made = beta[:, None] * (v - seen * told)
+            _put_updates(made, factors, updates, group, end, column, DV, ROWS)
+            known = tl.minimum(group + ROWS, end)
+            output = _add_known(
+                seen * output, factors + _CHUNK * ROWS, updates, 0, known, column, DV, ROWS
+            )
+            tl.store(OUT + of_row * DV + at, (output + 0.0).to(OUT.dtype.element_ty), mask=inside)
         if is_paged:
             is_kept = (chunk == last) | (of_chunk != work)
             to_keys = KEYS + (of_chunk * H + h) * (_CHUNK * DK)
@@ -321,7 +348,7 @@ def _rule_kernel(
             to = STATES + (following * H + h) * (DK * DV)
             put_next_state(
                 state, here >= 0, to, k, held, updates, decays, old, end, 0, DK, column, KH, DK, DV,
-                BK,
+                _MADE,
             )  # fmt: skip
             here, of_chunk = following, work
             decays = tl.zeros([_CHUNK], tl.float32)
@@ -333,9 +360,9 @@ def _rule_kernel(
 
 @dataclass(frozen=True, slots=True)
 class RuleForm:
-    """What a program computes at once, which is in no bit."""
+    """What a program of ``_rule_kernel`` computes at once, which is in no bit."""
 
-    rows: int
+    rows: int  # a multiple of 16
     columns: int  # of dv
     depth: int  # numbers of a key that a product reads
     warps: int
