@@ -366,6 +366,7 @@ class RuleForm:
     columns: int  # of dv
     depth: int  # numbers of a key that a product reads
     warps: int
+    stages: int = 1  # operands of so many products are on their way at once
 
 
 FORMS = (
@@ -421,5 +422,5 @@ def apply_rule(
             rows.q, rows.k, rows.v, rows.decay, rows.beta, part.positions, part.counts,
             part.tokens, *places, *kept, factors, output, heads, shape.key_heads, shape.key_dim,
             shape.value_dim, form.rows, columns, min(form.depth, padded(shape.key_dim)),
-            num_warps=form.warps, num_stages=1, enable_fp_fusion=False,
+            num_warps=form.warps, num_stages=form.stages, enable_fp_fusion=False,
         )  # fmt: skip

@@ -1,5 +1,5 @@
 """The gated delta rule of the rollout: prompts and guesses with the kernels of
-``isobit.kernels.triton.delta_rule``, and decoding, where each sequence has one new row, with two of
+``isobit.kernels.triton.delta_rule``, and sequences with one new row, as in decoding, with two of
 its own, whose sums are the same chains.
 
 ``_begin_kernel`` makes S0 where a row is the first of its chunk, in the carry that is written; so
@@ -18,7 +18,7 @@ Shapes are those of ``isobit.kernels.triton.delta_rule``.
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -38,11 +38,11 @@ SEQUENCES = 16  # that it looks at
 
 @triton.jit(do_not_specialize=["count"])
 def _begin_kernel(
-    READ, WORK, STATES, KEYS, UPDATES, DECAYS, count, H: tl.constexpr, DK: tl.constexpr,
+    COUNT, READ, WORK, STATES, KEYS, UPDATES, DECAYS, count, H: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """One program BK rows of S0 of a value head, for those of SEQUENCES sequences whose chunk
-    begins: they write another carry than they read.
+    """One program BK rows of S0 of a value head, for those of SEQUENCES sequences whose one new row
+    begins a chunk: they write another carry than they read.
     """
     h = tl.program_id(1)
     d = tl.program_id(2) * BK
@@ -51,7 +51,7 @@ def _begin_kernel(
     for n in range(first, tl.minimum(first + SEQUENCES, count)):
         read = tl.load(READ + n).to(tl.int64)
         work = tl.load(WORK + n).to(tl.int64)
-        if read != work:
+        if (read != work) & (tl.load(COUNT + n) == 1):
             rows = tl.where(read < 0, 0, _CHUNK)  # of the chunk in front
             held = read * H + h
             keys = KEYS + held * (_CHUNK * DK)
@@ -75,25 +75,28 @@ def _four_columns(x):
 
 @triton.jit
 def _row_kernel(
-    Q, K, V, DECAY, BETA, POSITION, TOKEN, WORK, STATES, KEYS, UPDATES, DECAYS, OUT,
+    Q, K, V, DECAY, BETA, POSITION, COUNT, TOKEN, WORK, STATES, KEYS, UPDATES, DECAYS, OUT,
     H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
     """One program a sequence, value head and BV columns of DV; it reads DEPTH numbers of each
-    vector of DK at once.
+    vector of DK at once.  A sequence whose new rows are not one has other programs.
     """
     n = tl.program_id(0)
+    i = tl.load(POSITION + n) % _CHUNK
+    token = tl.load(TOKEN + n).to(tl.int64)
+    work = tl.load(WORK + n).to(tl.int64)
+    if tl.load(COUNT + n) != 1:
+        return
     h = tl.program_id(1)
     row = tl.arange(0, _CHUNK)
     column = tl.program_id(2) * BV + tl.arange(0, BV)
     is_there = (column < DV) | (DV % BV == 0)
-    i = tl.load(POSITION + n) % _CHUNK
     is_known = row < i
-    token = tl.load(TOKEN + n).to(tl.int64)
     of_token = token * H + h
     q = Q + (token * KH + h // (H // KH)) * DK
     k = K + (token * KH + h // (H // KH)) * DK
-    held = tl.load(WORK + n).to(tl.int64) * H + h
+    held = work * H + h
     state = STATES + held * (DK * DV) + column
     keys = KEYS + held * (_CHUNK * DK)
     updates = UPDATES + held * (_CHUNK * DV) + column
@@ -169,22 +172,22 @@ def decode(
     output: torch.Tensor,
     form: RowForm | None = None,
 ) -> None:
-    """Write o of the one new row of each sequence to its token in ``output`` [T, H DV], and what is
-    kept of it to the carries.
+    """Write o of sequences with one new row to its token in ``output`` [T, H DV], and what is kept
+    of it to their carries.
     """
-    count, heads, depth = len(batch.positions), shape.value_heads, padded(shape.key_dim)
+    count, heads, key_dim = len(batch.positions), shape.value_heads, shape.key_dim
     form = form or (FEW if count * heads < FEW_PAIRS else MANY)
     held = carries.states, carries.keys, carries.updates, carries.decays
-    _begin_kernel[(triton.cdiv(count, SEQUENCES), heads, triton.cdiv(shape.key_dim, BEGUN_ROWS))](
-        batch.read, batch.written, *held, count, heads, shape.key_dim, shape.value_dim,
+    _begin_kernel[(triton.cdiv(count, SEQUENCES), heads, triton.cdiv(key_dim, BEGUN_ROWS))](
+        batch.counts, batch.read, batch.written, *held, count, heads, key_dim, shape.value_dim,
         min(128, padded(shape.value_dim)), BEGUN_ROWS, SEQUENCES, num_warps=8, num_stages=1,
         enable_fp_fusion=False,
     )  # fmt: skip
     columns = min(form.columns, padded(shape.value_dim))
     _row_kernel[(count, heads, triton.cdiv(shape.value_dim, columns))](
-        rows.q, rows.k, rows.v, rows.decay, rows.beta, batch.positions, batch.tokens,
-        batch.written, *held, output, heads, shape.key_heads, shape.key_dim, shape.value_dim,
-        columns, min(form.depth, depth), num_warps=1, num_stages=1, maxnreg=form.registers,
+        rows.q, rows.k, rows.v, rows.decay, rows.beta, batch.positions, batch.counts, batch.tokens,
+        batch.written, *held, output, heads, shape.key_heads, key_dim, shape.value_dim, columns,
+        min(form.depth, padded(key_dim)), num_warps=1, num_stages=1, maxnreg=form.registers,
         enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -196,7 +199,8 @@ class PagedDeltaRule:
         self, batch: DeltaBatch, owners: torch.Tensor, parts: Sequence[DeltaBatch]
     ) -> None:
         """``parts`` are the sequences of ``batch`` by how many of their rows are computed at once;
-        ``owners`` int32 [T], the sequence of each token.
+        a part for one row may have others, which it skips.  ``owners`` int32 [T], the sequence of
+        each token.
         """
         self._batch, self._owners, self._parts = batch, owners, parts
 
@@ -233,15 +237,17 @@ class PagedDeltaRule:
         the device each; asks nothing of the host, so it can be captured.
         """
         index = torch.arange(len(positions), device=positions.device)
-        ones, owners, longest = torch.ones_like(index), index, 1
-        counts = ones
+        counts, owners = torch.ones_like(index), index
         if places is not None:  # a row that is not the first of its sequence is one of no tokens
             owners = index - places
-            counts = torch.zeros_like(ones).index_add_(0, owners, ones)
-            longest = FORMS[0].rows  # at once
+            counts = torch.zeros_like(index).index_add_(0, owners, counts)
         columns = positions, counts, index, read, written
-        batch = DeltaBatch(*(column.int() for column in columns), longest)
-        return cls(batch, owners.int(), [batch])
+        batch = DeltaBatch(*(column.int() for column in columns), 1)
+        parts = [batch]
+        if places is not None:
+            several = torch.where(batch.counts > 1, batch.counts, 0)
+            parts.append(replace(batch, counts=several, longest=FORMS[0].rows))  # at once
+        return cls(batch, owners.int(), parts)
 
     def forward(
         self, carries: DeltaCarries, inputs: DeltaInputs, weights: DeltaWeights
