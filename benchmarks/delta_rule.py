@@ -129,7 +129,8 @@ def measure_forms(shape: DeltaShape, device: str) -> Iterator[Row]:
     depths = {32: ((32, 168), (16, 96)), 64: ((16, 128),), 128: ((16, 128), (16, 96), (8, 64))}
     of_rows = [rollout.RowForm(n, *one) for n, its in depths.items() for one in its]
     sizes = (32, 128, 16, 8), (32, 64, 16, 8), (32, 64, 16, 4), (64, 128, 16, 8), (16, 64, 16, 8)
-    of_groups = [delta_rule.RuleForm(*one, stages) for one in sizes for stages in (1, 2, 3)]
+    more = (1, 32), (2, 32), (3, 32), (1, 64), (2, 64)  # stages, and rows of S1
+    of_groups = [delta_rule.RuleForm(*one, *two) for one in sizes for two in more]
     rollout.FEW_PAIRS = 0  # so that the form is that of many
     for name, make in cases(shape, device):
         for form in of_rows if name["case"] == "decode" else of_groups:

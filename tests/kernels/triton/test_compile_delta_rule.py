@@ -38,7 +38,7 @@ TYPES = {
 }
 HEADS = {"H": 32, "KH": 16, "DK": 128, "DV": 128}
 OF_CARRIES = "READ", "KEYS", "DECAYS"
-SPILLED = {FACTOR_ROWS: {80: 12}}
+SPILLED = {FACTOR_ROWS: {80: 28}}
 """Bytes of a thread by the rows of a program, and by generation."""
 
 
@@ -76,10 +76,9 @@ def test_a_product_is_one_chain_an_element(rows: int, warps: int) -> None:
 
 def rule(form: RuleForm, in_training: bool = False) -> Compiled:
     constants: dict[str, Any] = HEADS | dict.fromkeys(OF_CARRIES if in_training else ("STATE",))
-    constants |= {"ROWS": form.rows, "BV": form.columns, "BK": form.depth}
-    return compile_portable(
-        delta_rule._rule_kernel, TYPES, constants, form.warps, num_stages=1, most_stack=16
-    )
+    constants |= {"ROWS": form.rows, "BV": form.columns, "BK": form.depth, "MADE": form.made}
+    how = {"num_stages": form.stages, "most_stack": 32}
+    return compile_portable(delta_rule._rule_kernel, TYPES, constants, form.warps, **how)
 
 
 @pytest.mark.few(1)
@@ -96,7 +95,7 @@ def test_rule(form: RuleForm, in_training: bool) -> None:
     of_keys, of_values = (form.rows * size / threads for size in (CHUNK, form.columns))
     chains = 2 * form.depth * (of_keys + of_values) + 16 * of_values * (1 + form.rows // 16)
     solved = form.rows // 16 * (16 * 15 // 2) * max(1, form.columns // threads)
-    of_state = 16 * 32 * form.columns / threads
+    of_state = 16 * form.made * form.columns / threads
     assert made.ptx.count("fma.rn.f32") == chains + solved + of_state
     assert_assembles(made, SPILLED.get(form.rows))
 

@@ -65,7 +65,6 @@ from isobit.kernels.triton.sizes import FACTOR_COLUMNS, FACTOR_ROWS, FACTORS
 
 _CHUNK = tl.constexpr(CHUNK)
 _PART = tl.constexpr(16)  # rows of u that a product reads, or that a thread solves, at once
-_MADE = tl.constexpr(32)  # rows of S1 that are made at once
 
 
 @triton.jit
@@ -266,7 +265,7 @@ def _put_keys(
 def _rule_kernel(
     Q, K, V, DECAY, BETA, POSITION, COUNT, TOKEN, READ, WORK, STATE, KEYS, UPDATES, DECAYS, STATES,
     FACTORS, OUT, H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    ROWS: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+    ROWS: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, MADE: tl.constexpr,
 ):  # fmt: skip
     """One program a sequence, value head and BV columns of DV.
 
@@ -348,7 +347,7 @@ def _rule_kernel(
             to = STATES + (following * H + h) * (DK * DV)
             put_next_state(
                 state, here >= 0, to, k, held, updates, decays, old, end, 0, DK, column, KH, DK, DV,
-                _MADE,
+                MADE,
             )  # fmt: skip
             here, of_chunk = following, work
             decays = tl.zeros([_CHUNK], tl.float32)
@@ -367,6 +366,7 @@ class RuleForm:
     depth: int  # numbers of a key that a product reads
     warps: int
     stages: int = 1  # operands of so many products are on their way at once
+    made: int = 32  # rows of S1
 
 
 FORMS = (
@@ -421,6 +421,6 @@ def apply_rule(
         _rule_kernel[(len(part.positions), heads, blocks)](
             rows.q, rows.k, rows.v, rows.decay, rows.beta, part.positions, part.counts,
             part.tokens, *places, *kept, factors, output, heads, shape.key_heads, shape.key_dim,
-            shape.value_dim, form.rows, columns, min(form.depth, padded(shape.key_dim)),
+            shape.value_dim, form.rows, columns, min(form.depth, padded(shape.key_dim)), form.made,
             num_warps=form.warps, num_stages=form.stages, enable_fp_fusion=False,
         )  # fmt: skip
