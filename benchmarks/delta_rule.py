@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def decode_work(shape: DeltaShape, count: int, case: str, device: str) -> tuple[
         return (torch.randn(sizes, device=device) * 0.1).to(dtype)
 
     first = DeltaCarries(shape, 2 * count, torch.bfloat16, noise)
-    first.decays.copy_(-first.decays.abs().cumsum(-1))
+    first.decays.copy_(-0.1 * torch.arange(CHUNK))
     carries = [first, *(deepcopy(first) for _ in range(layers - 1))]
     index = torch.arange(count, device=device)
     spread = (CHUNK // 2 + index * CHUNK // count) % CHUNK
@@ -128,9 +128,10 @@ def measure_forms(shape: DeltaShape, device: str) -> Iterator[Row]:
 
     depths = {32: ((32, 168), (16, 96)), 64: ((16, 128),), 128: ((16, 128), (16, 96), (8, 64))}
     of_rows = [rollout.RowForm(n, *one) for n, its in depths.items() for one in its]
-    sizes = (32, 128, 16, 8), (32, 64, 16, 8), (32, 64, 16, 4), (64, 128, 16, 8), (16, 64, 16, 8)
-    more = (1, 32), (2, 32), (3, 32), (1, 64), (2, 64)  # stages, and rows of S1
-    of_groups = [delta_rule.RuleForm(*one, *two) for one in sizes for two in more]
+    sizes = (32, 128, 16, 8), (64, 128, 16, 8), (32, 64, 16, 8), (32, 64, 16, 4), (16, 64, 16, 8)
+    of_groups = [delta_rule.RuleForm(*one) for one in sizes]
+    more = (2, 32), (3, 32), (1, 64), (2, 64)  # stages, and rows of S1
+    of_groups += [replace(one, stages=n, made=made) for one in of_groups[:2] for n, made in more]
     rollout.FEW_PAIRS = 0  # so that the form is that of many
     for name, make in cases(shape, device):
         for form in of_rows if name["case"] == "decode" else of_groups:
@@ -140,14 +141,13 @@ def measure_forms(shape: DeltaShape, device: str) -> Iterator[Row]:
                 yield name | {"form": asdict(form)} | measured(*make())
 
 
-def older(source: Path, arguments: Sequence[str]) -> Iterator[Row]:
-    """The rows of another tree's kernels, as they come."""
+def older(source: Path, shape: str) -> list[Row]:
+    """The rows of another tree's kernels."""
     root = Path(__file__).resolve().parents[1]
     environ = os.environ | {"PYTHONPATH": f"{source.resolve()}{os.pathsep}{root}"}
-    command = [sys.executable, "-m", "benchmarks.delta_rule", *arguments]
-    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
-        assert process.stdout is not None
-        yield from map(json.loads, process.stdout)
+    command = [sys.executable, "-m", "benchmarks.delta_rule", "--shape", shape]
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def main() -> None:
@@ -158,7 +158,7 @@ def main() -> None:
     asked = parser.parse_args()
     shape = model_shape(asked.shape).delta
     assert shape is not None, "the shape has gated delta nets"
-    theirs = list(older(asked.against, ["--shape", asked.shape])) if asked.against else []
+    theirs = older(asked.against, asked.shape) if asked.against else []
     printed(card_row())
     for number, row in enumerate(measure(shape, "cuda")):
         if theirs:
