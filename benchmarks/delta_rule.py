@@ -3,11 +3,12 @@
     python -m benchmarks.delta_rule [--against OLDER/src] [--forms] > ROWS.jsonl
 
 ``decode`` is a step of so many sequences, whose rows are ``spread`` over their chunks or all begin
-one (``first``); ``forward`` that of training, of packed sequences.  Random inputs and carries;
-layers take turns, so that none is read from the L2 cache.  ``us`` is what a layer takes, kernels
-included that make rows of x; ``digest`` is of outputs, carries and states.  ``--against`` measures
-another tree in a process of its own, and says by how many times this one is faster and whether both
-digests are the same.  ``--forms`` goes through forms of the programs.
+one (``first``), or of which each fourth has ``guesses``; ``forward`` is that of training, of packed
+sequences.  Random inputs and carries; layers take turns, so that none is read from the L2 cache.
+``us`` is what a layer takes, kernels included that make rows of x; ``digest`` is of outputs,
+carries and states.  ``--against`` measures another tree in a process of its own, and says by how
+many times this one is faster and whether both digests are the same.  ``--forms`` goes through forms
+of the programs.
 """
 
 import argparse
@@ -35,6 +36,7 @@ REPEATS, CHUNK = 5, 64
 COUNTS, LENGTHS = (1, 8, 32, 64, 128, 256), ((2048,) * 4, (8192,))
 FEW = 32  # sequences of which a card has room for the carries of all layers
 LAYERS, OF_MANY = 24, 3
+GUESSES = 3
 Work = Callable[[int], list[torch.Tensor]]
 """Of a layer; the tensors that it writes."""
 
@@ -59,7 +61,12 @@ def decode_work(shape: DeltaShape, count: int, case: str, device: str) -> tuple[
         else "isobit.kernels.triton.delta_rule_rollout"
     )
     layers = LAYERS if count <= FEW else OF_MANY
-    weights, inputs = random_weights(shape, device), random_inputs(shape, count, device)
+    rows = torch.ones(count, dtype=torch.int64)
+    if case == "guesses":
+        rows[::4] += GUESSES
+    owners = torch.repeat_interleave(torch.arange(count), rows)
+    places = torch.arange(len(owners)) - (rows.cumsum(0) - rows)[owners]
+    weights, inputs = random_weights(shape, device), random_inputs(shape, len(owners), device)
 
     def noise(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return (torch.randn(sizes, device=device) * 0.1).to(dtype)
@@ -67,11 +74,13 @@ def decode_work(shape: DeltaShape, count: int, case: str, device: str) -> tuple[
     first = DeltaCarries(shape, 2 * count, torch.bfloat16, noise)
     first.decays.copy_(-0.1 * torch.arange(CHUNK))
     carries = [first, *(deepcopy(first) for _ in range(layers - 1))]
-    index = torch.arange(count, device=device)
+    index = torch.arange(count)
     spread = (CHUNK // 2 + index * CHUNK // count) % CHUNK
-    positions = 2 * CHUNK + (spread if case == "spread" else 0 * index)
-    begins = positions % CHUNK == 0
-    rule = module.PagedDeltaRule.decoding(positions, 2 * index, 2 * index + begins)
+    position = 2 * CHUNK + (0 * index if case == "first" else spread)
+    begins = (position + rows - 1) // CHUNK != (position - 1) // CHUNK
+    of_rows = position[owners] + places, 2 * owners, (2 * index + begins)[owners], places
+    columns = [one.to(device) for one in of_rows]
+    rule = module.PagedDeltaRule.decoding(*columns[: 4 if case == "guesses" else 3])
 
     def work(layer: int) -> list[torch.Tensor]:
         held = carries[layer]
@@ -108,7 +117,7 @@ def measured(layers: int, work: Work) -> Row:
 
 def cases(shape: DeltaShape, device: str) -> Iterator[tuple[Row, Callable[[], tuple[int, Work]]]]:
     for count in COUNTS:
-        for case in ("spread", "first"):
+        for case in ("spread", "first", "guesses"):
             name = {"case": "decode", "rows": case, "sequences": count}
             yield name, lambda count=count, case=case: decode_work(shape, count, case, device)
     for lengths in LENGTHS:
@@ -135,7 +144,7 @@ def measure_forms(shape: DeltaShape, device: str) -> Iterator[Row]:
     rollout.FEW_PAIRS = 0  # so that the form is that of many
     for name, make in cases(shape, device):
         for form in of_rows if name["case"] == "decode" else of_groups:
-            if name.get("rows") != "first":
+            if name.get("rows", "spread") == "spread":
                 rollout.MANY, delta_rule.FORMS = form, (form,)
                 torch.manual_seed(0)
                 yield name | {"form": asdict(form)} | measured(*make())
