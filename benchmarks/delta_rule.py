@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
@@ -137,10 +137,11 @@ def measure_forms(shape: DeltaShape, device: str) -> Iterator[Row]:
 
     depths = {32: ((32, 168), (16, 96)), 64: ((16, 128),), 128: ((16, 128), (16, 96), (8, 64))}
     of_rows = [rollout.RowForm(n, *one) for n, its in depths.items() for one in its]
-    sizes = (32, 128, 16, 8), (64, 128, 16, 8), (32, 64, 16, 8), (32, 64, 16, 4), (16, 64, 16, 8)
-    of_groups = [delta_rule.RuleForm(*one) for one in sizes]
-    more = (2, 32), (3, 32), (1, 64), (2, 64)  # stages, and rows of S1
-    of_groups += [replace(one, stages=n, made=made) for one in of_groups[:2] for n, made in more]
+    usual, deep = (32, 128, 16, 8), (32, 128, 32, 8, 2)
+    narrow = (32, 64, 16, 8), (32, 64, 16, 4), (16, 64, 16, 8)
+    of_usual = [(*usual, *more) for more in ((), (2,), (3,), (1, 64), (2, 64))]
+    every = *of_usual, deep, (*deep, 64), (64, 128, 16, 8, 2), *narrow
+    of_groups = [delta_rule.RuleForm(*one) for one in every]
     rollout.FEW_PAIRS = 0  # so that the form is that of many
     for name, make in cases(shape, device):
         for form in of_rows if name["case"] == "decode" else of_groups:

@@ -38,7 +38,7 @@ TYPES = {
 }
 HEADS = {"H": 32, "KH": 16, "DK": 128, "DV": 128}
 OF_CARRIES = "READ", "KEYS", "DECAYS"
-SPILLED = {FACTOR_ROWS: {80: 28}}
+SPILLED = {FACTOR_ROWS: {80: 232}}
 """Bytes of a thread by the rows of a program, and by generation."""
 
 
@@ -77,7 +77,7 @@ def test_a_product_is_one_chain_an_element(rows: int, warps: int) -> None:
 def rule(form: RuleForm, in_training: bool = False) -> Compiled:
     constants: dict[str, Any] = HEADS | dict.fromkeys(OF_CARRIES if in_training else ("STATE",))
     constants |= {"ROWS": form.rows, "BV": form.columns, "BK": form.depth, "MADE": form.made}
-    how = {"num_stages": form.stages, "most_stack": 32}
+    how = {"num_stages": form.stages, "most_stack": 208}
     return compile_portable(delta_rule._rule_kernel, TYPES, constants, form.warps, **how)
 
 

@@ -90,26 +90,42 @@ def _of_rows(x, row, wanted):
 
 
 @triton.jit
-def _put_factors(
-    q, k, held, beta, decays, to, old, m, end, KH: tl.constexpr, DK: tl.constexpr,
-    ROWS: tl.constexpr, BK: tl.constexpr,
+def _products(
+    q, k, held, state, exists, old, m, end, column, KH: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, ROWS: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Write the factors of each u_j in the chains of rows m, [64, ROWS], those of u and then those
-    of o; -> G of the rows.  q and k are at row 0.
+    """k . k_j and q . k_j of rows m with all rows of their chunk, [ROWS, 64]; S0^T k and S0^T q,
+    [ROWS, BV].  q and k are at row 0.
     """
     row = tl.arange(0, _CHUNK)
     depth = tl.arange(0, BK)
     between = tl.zeros([ROWS, _CHUNK], tl.float32)
     read_by = tl.zeros([ROWS, _CHUNK], tl.float32)
+    told = tl.zeros([ROWS, BV], tl.float32)
+    output = tl.zeros([ROWS, BV], tl.float32)
     for first in range(0, DK, BK):
         d = first + depth
+        at = d[:, None] * DV + column[None, :]
+        is_there = (d < DK)[:, None] & (column < DV)[None, :] & exists
+        s = tl.load(state + at, mask=is_there, other=0.0)
+        keys = tl.trans(_keys(k, held, old, row, end, d, KH, DK))
         at = m[:, None] * (KH * DK) + d[None, :]
         inside = (m < end)[:, None] & (d < DK)[None, :]
-        keys = tl.trans(_keys(k, held, old, row, end, d, KH, DK))
         one = tl.load(k + at, mask=inside, other=0.0)
         between = tl.dot(one, keys, between, input_precision="ieee")
+        told = tl.dot(one, s, told, input_precision="ieee")
         one = tl.load(q + at, mask=inside, other=0.0)
         read_by = tl.dot(one, keys, read_by, input_precision="ieee")
+        output = tl.dot(one, s, output, input_precision="ieee")
+    return between, read_by, told, output
+
+
+@triton.jit
+def _put_factors(between, read_by, beta, decays, to, m, ROWS: tl.constexpr):
+    """Write the factors of each u_j in the chains of rows m, [64, ROWS], those of u and then those
+    of o; -> G of the rows.
+    """
+    row = tl.arange(0, _CHUNK)
     totals = _of_rows(decays, row, tl.minimum(m, _CHUNK - 1))
     distance = totals[:, None] - decays[None, :]
     decay = tl.exp(tl.where(distance > 0.0, 0.0, distance))  # only of later rows above 0
@@ -122,29 +138,6 @@ def _put_factors(
     tl.store(to + _CHUNK * ROWS + at, given)
     tl.debug_barrier()
     return totals
-
-
-@triton.jit
-def _of_state(
-    q, k, state, exists, m, end, column, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    ROWS: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """S0^T k and S0^T q of rows m, [ROWS, BV]."""
-    depth = tl.arange(0, BK)
-    told = tl.zeros([ROWS, BV], tl.float32)
-    output = tl.zeros([ROWS, BV], tl.float32)
-    for first in range(0, DK, BK):
-        d = first + depth
-        at = d[:, None] * DV + column[None, :]
-        is_there = (d < DK)[:, None] & (column < DV)[None, :] & exists
-        s = tl.load(state + at, mask=is_there, other=0.0)
-        at_row = m[:, None] * (KH * DK) + d[None, :]
-        inside = (m < end)[:, None] & (d < DK)[None, :]
-        one = tl.load(k + at_row, mask=inside, other=0.0)
-        told = tl.dot(one, s, told, input_precision="ieee")
-        one = tl.load(q + at_row, mask=inside, other=0.0)
-        output = tl.dot(one, s, output, input_precision="ieee")
-    return told, output
 
 
 @triton.jit
@@ -320,10 +313,10 @@ def _rule_kernel(
         for group in range(old, end, ROWS):
             m = group + tl.arange(0, ROWS)
             beta = tl.load(BETA + of_row + m * H, mask=m < end, other=0.0)
-            totals = _put_factors(q, k, held, beta, decays, factors, old, m, end, KH, DK, ROWS, BK)
-            told, output = _of_state(
-                q, k, state, here >= 0, m, end, column, KH, DK, DV, ROWS, BV, BK
+            between, read_by, told, output = _products(
+                q, k, held, state, here >= 0, old, m, end, column, KH, DK, DV, ROWS, BV, BK
             )
+            totals = _put_factors(between, read_by, beta, decays, factors, m, ROWS)
             inside = (m < end)[:, None] & (column < DV)[None, :]
             at = m[:, None] * (H * DV) + column[None, :]
             v = tl.load(V + of_row * DV + at, mask=inside, other=0.0)
