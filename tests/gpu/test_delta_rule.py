@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from isobit.kernels.operands import DeltaShape
-from isobit.kernels.triton.delta_rule import PagedDeltaRule
+from isobit.kernels.triton.delta_rule_rollout import PagedDeltaRule
 from isobit.kernels.triton.memory import CapturedGraph
 from tests.kernels.triton import delta_rule_checks as checks
 from tests.kernels.triton.delta_rule_checks import OTHER, SHAPE
@@ -40,6 +40,11 @@ def test_parts_that_end_anywhere_are_the_specifications() -> None:
 @of_shapes
 def test_forms_are_in_no_bit(shape: DeltaShape) -> None:
     checks.check_forms(shape)
+
+
+@of_shapes
+def test_forms_of_a_row_are_in_no_bit(shape: DeltaShape) -> None:
+    checks.check_row_forms(shape)
 
 
 @pytest.mark.parametrize(

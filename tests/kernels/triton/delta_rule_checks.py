@@ -8,6 +8,7 @@ near to FP64 as the specification's.  Tensors are on the host but for what the k
 
 import random
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +23,10 @@ from isobit.kernels.operands import (
 )
 from isobit.kernels.spec import delta_rule as spec
 from isobit.kernels.spec import hybrid
-from isobit.kernels.triton import delta_rule
+from isobit.kernels.triton import delta_rule, delta_rule_rollout
 from isobit.kernels.triton.delta_rows import CHUNK
-from isobit.kernels.triton.delta_rule import PagedDeltaRule, RuleForm
+from isobit.kernels.triton.delta_rule import RuleForm
+from isobit.kernels.triton.delta_rule_rollout import FEW, MANY, PagedDeltaRule, RowForm
 from isobit.kernels.triton.delta_rule_training import PackedDeltaRule
 from isobit.kernels.triton.hybrid import TritonHybrid
 from tests.kernels.comparison import relative_error
@@ -221,7 +223,7 @@ def check_forms(shape: DeltaShape) -> None:
     learnt, given = weights(shape), inputs(shape, sum(lengths))
     expected = packed(given, learnt, lengths)
     usual = delta_rule.FORMS
-    for form in (*usual, RuleForm(32, 16, 16, 4), RuleForm(4, 32, 32, 4)):
+    for form in (*usual, RuleForm(64, 16, 16, 4), RuleForm(16, 32, 32, 4)):
         delta_rule.FORMS = (form,)
         assert same_bits(packed(given, learnt, lengths), expected)
     delta_rule.FORMS = usual
@@ -234,6 +236,25 @@ def check_forms(shape: DeltaShape) -> None:
         one = given.map(lambda x, part=slice(ends, ends + length): x[part].contiguous())
         ends += length
         assert same_bits(packed(one, learnt, [length]), expected[ends - length : ends])
+
+
+def check_row_forms(shape: DeltaShape) -> None:
+    """What a program of one row has is in no bit, nor is who decodes beside it: sequences that
+    begin, that go on to a further chunk and that stand anywhere in theirs.
+    """
+    lengths = 2, 66, 65, 130
+    learnt, given = weights(shape), inputs(shape, sum(lengths))
+    expected = packed(given, learnt, lengths)
+    prompted = Rollout(given, learnt, lengths)
+    prompted.put({n: length - 2 for n, length in enumerate(lengths) if length > 2})
+    usual = FEW, delta_rule_rollout.SEQUENCES
+    for form in (FEW, MANY, RowForm(16, 4, 64)):
+        rollout = deepcopy(prompted)
+        delta_rule_rollout.FEW, delta_rule_rollout.SEQUENCES = form, 3
+        for left in (1, 0):
+            rollout.put({n: length - left for n, length in enumerate(lengths)})
+        assert same_bits(rollout.output, expected)
+    delta_rule_rollout.FEW, delta_rule_rollout.SEQUENCES = usual
 
 
 def check_rejected(at: int, accepted: int) -> None:

@@ -28,6 +28,7 @@ from tests.kernels.triton.delta_rule_checks import (
     check_output,
     check_parts,
     check_rejected,
+    check_row_forms,
     check_rows_of_guesses,
     check_shared,
     use,
@@ -94,6 +95,7 @@ def accuracy() -> None:
 def forms() -> None:
     prepare()
     check_forms(OTHER)
+    check_row_forms(OTHER)
 
 
 def rejected() -> None:

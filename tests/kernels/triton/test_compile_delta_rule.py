@@ -9,12 +9,21 @@ import pytest
 import triton
 import triton.language as tl
 
-from isobit.kernels.triton import delta_gates, delta_rows, delta_rule, hybrid, pointwise
+from isobit.kernels.triton import (
+    delta_gates,
+    delta_rows,
+    delta_rule,
+    delta_rule_rollout,
+    hybrid,
+    pointwise,
+)
 from isobit.kernels.triton.delta_rows import CHUNK
 from isobit.kernels.triton.delta_rule import FORMS, RuleForm
+from isobit.kernels.triton.delta_rule_rollout import FEW, MANY, RowForm
 from isobit.kernels.triton.sizes import FACTOR_ROWS
 from tests.kernels.hopper.ahead_of_time import Compiled
-from tests.kernels.triton.assembled import assert_assembles, compile_portable
+from tests.kernels.hopper.disassembly import disassembled
+from tests.kernels.triton.assembled import assemble, assert_assembles, compile_portable
 
 TYPES = {
     **dict.fromkeys(("X", "A", "B", "CONVOLUTION", "A_LOG", "DT_BIAS", "INPUTS", "OUT"), "*bf16"),
@@ -29,7 +38,7 @@ TYPES = {
 }
 HEADS = {"H": 32, "KH": 16, "DK": 128, "DV": 128}
 OF_CARRIES = "READ", "KEYS", "DECAYS"
-SPILLED = {1: {80: 12, 86: 28, 89: 28}, 16: {80: 72, 120: 96, 121: 96}, FACTOR_ROWS: {80: 72}}
+SPILLED = {FACTOR_ROWS: {80: 232}}
 """Bytes of a thread by the rows of a program, and by generation."""
 
 
@@ -67,10 +76,9 @@ def test_a_product_is_one_chain_an_element(rows: int, warps: int) -> None:
 
 def rule(form: RuleForm, in_training: bool = False) -> Compiled:
     constants: dict[str, Any] = HEADS | dict.fromkeys(OF_CARRIES if in_training else ("STATE",))
-    constants |= {"ROWS": form.rows, "BV": form.columns, "BK": form.depth}
-    return compile_portable(
-        delta_rule._rule_kernel, TYPES, constants, form.warps, num_stages=1, most_stack=80
-    )
+    constants |= {"ROWS": form.rows, "BV": form.columns, "BK": form.depth, "MADE": form.made}
+    how = {"num_stages": form.stages, "most_stack": 208}
+    return compile_portable(delta_rule._rule_kernel, TYPES, constants, form.warps, **how)
 
 
 @pytest.mark.few(1)
@@ -82,14 +90,49 @@ def test_rule(form: RuleForm, in_training: bool) -> None:
     rounded twice; nothing is added by tensor cores, whose sums belong to a generation.
     """
     made = rule(form, in_training)
-    assert "mma" not in made.ptx
+    assert_chains(made)
     threads = 32 * form.warps
     of_keys, of_values = (form.rows * size / threads for size in (CHUNK, form.columns))
-    chains = 2 * form.depth * (of_keys + of_values) + 2 * 16 * of_values + 2 * of_values
-    of_state = 16 * form.depth * form.columns / threads
-    assert made.ptx.count("fma.rn.f32") >= chains + of_state
-    assert not re.search(r"\b(?:mul|add|sub|fma)\.f32|\bfma\.rn\.ftz\.f32", made.ptx)
+    chains = 2 * form.depth * (of_keys + of_values) + 16 * of_values * (1 + form.rows // 16)
+    solved = form.rows // 16 * (16 * 15 // 2) * max(1, form.columns // threads)
+    of_state = 16 * form.made * form.columns / threads
+    assert made.ptx.count("fma.rn.f32") == chains + solved + of_state
     assert_assembles(made, SPILLED.get(form.rows))
+
+
+def assert_chains(made: Compiled) -> None:
+    """FP32 without tensor cores, each operation rounded as it is written."""
+    assert "mma" not in made.ptx
+    assert not re.search(r"\b(?:mul|add|sub|fma)\.f32|\bfma\.rn\.ftz\.f32", made.ptx)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("form", [FEW, MANY])
+def test_a_row(form: RowForm) -> None:
+    """Its threads share nothing but factors, by shuffles, and have enough registers for what they
+    read of S0, keys, k and q at once.
+    """
+    kernel, columns = delta_rule_rollout._row_kernel, form.columns // 32  # of a thread
+    constants: dict[str, Any] = HEADS | {"BV": form.columns, "DEPTH": form.depth}
+    made = compile_portable(kernel, TYPES, constants, 1, num_stages=1, maxnreg=form.registers)
+    assert_chains(made)
+    assert made.shared == 0 and "bar.sync" not in made.ptx
+    steps = form.depth * (CHUNK // 32 * 2 + columns * 2 + 1) + (16 * 2 + 1) * columns
+    assert made.ptx.count("fma.rn.f32") == steps
+    assert_assembles(made)
+    in_front = disassembled(assemble(made.ptx, 90).cubin).partition("FFMA")[0]
+    assert len(re.findall(r"\bLDG\.", in_front)) > 32
+
+
+def test_the_state_of_a_chunk_that_begins() -> None:
+    constants: dict[str, Any] = {name: size for name, size in HEADS.items() if name != "KH"}
+    rows, sequences = delta_rule_rollout.BEGUN_ROWS, delta_rule_rollout.SEQUENCES
+    constants |= {"BV": 128, "BK": rows, "SEQUENCES": sequences}
+    kernel = delta_rule_rollout._begin_kernel
+    made = compile_portable(kernel, TYPES, constants, 8, num_stages=1, most_stack=8)
+    assert_chains(made)
+    assert made.ptx.count("fma.rn.f32") >= 16 * rows * 128 // 256
+    assert_assembles(made, {120: 8, 121: 8})
 
 
 @pytest.mark.few(1)

@@ -41,7 +41,7 @@ from isobit.kernels.spec.delta_rule import DeltaCarries
 from isobit.kernels.spec.qkv import Heads
 from isobit.kernels.triton.attention import SCALES, PackedKeys, PagedKeys
 from isobit.kernels.triton.attention_backward import sinks_backward
-from isobit.kernels.triton.delta_rule import PagedDeltaRule
+from isobit.kernels.triton.delta_rule_rollout import PagedDeltaRule
 from isobit.kernels.triton.delta_rule_training import PackedDeltaRule, SavedDeltaRule
 from isobit.kernels.triton.heads import PAGE_TOKENS
 from isobit.kernels.triton.memory import to_device

@@ -18,14 +18,16 @@ and S0^T k, k . k and their like begin with 0 and take d in ascending order.
 the number of rows and wherever a sum is cut into several products; the sums over rows of a group
 are the same chain written out.  So nothing but time depends on how many rows are computed at once,
 which columns of dv a program has, or where a group begins.  Terms that a form has and another has
-not are products with 0; they can change the sign of a zero alone, and results are canonical (+ 0.0
-makes -0 to 0).  No kernel may contract a product and a sum (``enable_fp_fusion=False``); exp, of
-ex2.approx, is the same instruction everywhere.
+not are products of finite numbers with 0; they can change the sign of a zero alone, and results are
+canonical (+ 0.0 makes -0 to 0).  No kernel may contract a product and a sum
+(``enable_fp_fusion=False``); exp, of ex2.approx, is the same instruction everywhere.
 
 **Work.**  ``_rule_kernel`` has one program a sequence, value head and block of dv, which walks its
-chunks; ROWS new rows at once: 1 in decoding, 16 for guesses, 32 in prompts and in training.  A
-group's factors of u_j are in global memory, where each step of the chain reads one column; no more
-sequences are launched at once than have room there.
+chunks; ROWS new rows at once: 16 for guesses, 32 in prompts and in training.  A group's factors of
+u_j are in global memory.  What rows take from those before them, 16 rows at a time, is a product;
+the 16 take each other's terms row after row, a thread for each column, and o is a product of all u.
+No more sequences are launched at once than have room there.  Where each sequence has one new row,
+as in decoding, the kernels are those of ``isobit.kernels.triton.delta_rule_rollout``.
 FP32 products use no tensor cores, and blocks of dv repeat what is of keys alone: about 200,000
 operations a token and head of 128 x 128.
 
@@ -44,14 +46,13 @@ Shapes: T new tokens of n sequences, H value heads, H / r key heads (KH), heads 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportReturnType=false
 # (Triton's types know neither launch options nor what a kernel computes with)
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.operands import DeltaInputs, DeltaShape, DeltaWeights, PagedBatch
+from isobit.kernels.operands import DeltaShape
 from isobit.kernels.spec.delta_rule import DeltaCarries
 from isobit.kernels.triton.delta_rows import (
     CHUNK,
@@ -59,13 +60,11 @@ from isobit.kernels.triton.delta_rows import (
     DeltaRows,
     carried_chunk,
     padded,
-    rows_of,
 )
-from isobit.kernels.triton.memory import to_device
 from isobit.kernels.triton.sizes import FACTOR_COLUMNS, FACTOR_ROWS, FACTORS
 
 _CHUNK = tl.constexpr(CHUNK)
-_PART = tl.constexpr(16)  # rows of u that a product reads at once
+_PART = tl.constexpr(16)  # rows of u that a product reads, or that a thread solves, at once
 
 
 @triton.jit
@@ -91,26 +90,42 @@ def _of_rows(x, row, wanted):
 
 
 @triton.jit
-def _put_factors(
-    q, k, held, beta, decays, to, old, m, end, KH: tl.constexpr, DK: tl.constexpr,
-    ROWS: tl.constexpr, BK: tl.constexpr,
+def _products(
+    q, k, held, state, exists, old, m, end, column, KH: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, ROWS: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Write the factors of each u_j in the chains of rows m, [64, ROWS], those of u and then those
-    of o; -> G of the rows.  q and k are at row 0.
+    """k . k_j and q . k_j of rows m with all rows of their chunk, [ROWS, 64]; S0^T k and S0^T q,
+    [ROWS, BV].  q and k are at row 0.
     """
     row = tl.arange(0, _CHUNK)
     depth = tl.arange(0, BK)
     between = tl.zeros([ROWS, _CHUNK], tl.float32)
     read_by = tl.zeros([ROWS, _CHUNK], tl.float32)
+    told = tl.zeros([ROWS, BV], tl.float32)
+    output = tl.zeros([ROWS, BV], tl.float32)
     for first in range(0, DK, BK):
         d = first + depth
+        at = d[:, None] * DV + column[None, :]
+        is_there = (d < DK)[:, None] & (column < DV)[None, :] & exists
+        s = tl.load(state + at, mask=is_there, other=0.0)
+        keys = tl.trans(_keys(k, held, old, row, end, d, KH, DK))
         at = m[:, None] * (KH * DK) + d[None, :]
         inside = (m < end)[:, None] & (d < DK)[None, :]
-        keys = tl.trans(_keys(k, held, old, row, end, d, KH, DK))
         one = tl.load(k + at, mask=inside, other=0.0)
         between = tl.dot(one, keys, between, input_precision="ieee")
+        told = tl.dot(one, s, told, input_precision="ieee")
         one = tl.load(q + at, mask=inside, other=0.0)
         read_by = tl.dot(one, keys, read_by, input_precision="ieee")
+        output = tl.dot(one, s, output, input_precision="ieee")
+    return between, read_by, told, output
+
+
+@triton.jit
+def _put_factors(between, read_by, beta, decays, to, m, ROWS: tl.constexpr):
+    """Write the factors of each u_j in the chains of rows m, [64, ROWS], those of u and then those
+    of o; -> G of the rows.
+    """
+    row = tl.arange(0, _CHUNK)
     totals = _of_rows(decays, row, tl.minimum(m, _CHUNK - 1))
     distance = totals[:, None] - decays[None, :]
     decay = tl.exp(tl.where(distance > 0.0, 0.0, distance))  # only of later rows above 0
@@ -126,80 +141,84 @@ def _put_factors(
 
 
 @triton.jit
-def _of_state(
-    q, k, state, exists, m, end, column, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    ROWS: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """S0^T k and S0^T q of rows m, [ROWS, BV]."""
-    depth = tl.arange(0, BK)
-    told = tl.zeros([ROWS, BV], tl.float32)
-    output = tl.zeros([ROWS, BV], tl.float32)
-    for first in range(0, DK, BK):
-        d = first + depth
-        at = d[:, None] * DV + column[None, :]
-        is_there = (d < DK)[:, None] & (column < DV)[None, :] & exists
-        s = tl.load(state + at, mask=is_there, other=0.0)
-        at_row = m[:, None] * (KH * DK) + d[None, :]
-        inside = (m < end)[:, None] & (d < DK)[None, :]
-        one = tl.load(k + at_row, mask=inside, other=0.0)
-        told = tl.dot(one, s, told, input_precision="ieee")
-        one = tl.load(q + at_row, mask=inside, other=0.0)
-        output = tl.dot(one, s, output, input_precision="ieee")
-    return told, output
-
-
-@triton.jit
-def _chains(
-    made, output, factors, updates, group, end, column, DV: tl.constexpr, ROWS: tl.constexpr
-):
-    """u and o of the rows from ``group`` on, [ROWS, BV], from the first terms of their chains."""
+def _add_known(total, factors, updates, start, stop, column, DV: tl.constexpr, ROWS: tl.constexpr):
+    """[ROWS, BV] sums of a group's chains with the terms of u_j, ``start`` <= j < ``stop``, behind
+    them.
+    """
     group_row = tl.arange(0, ROWS)
     part = tl.arange(0, _PART)
-    for first in range(0, group, _PART):
+    for first in range(start, stop, _PART):
         j = first + part
-        known = updates + j[:, None] * DV + column[None, :]
-        u = tl.load(known, mask=(j < group)[:, None] & (column < DV)[None, :], other=0.0)
+        at = updates + j[:, None] * DV + column[None, :]
+        u = tl.load(at, mask=(j < stop)[:, None] & (column < DV)[None, :], other=0.0)
         factor = factors + j[None, :] * ROWS + group_row[:, None]
-        is_known = (j < group)[None, :]
-        w = tl.load(factor, mask=is_known, other=0.0)
-        made = tl.dot(w, u, made, input_precision="ieee")
-        w = tl.load(factor + _CHUNK * ROWS, mask=is_known, other=0.0)
-        output = tl.dot(w, u, output, input_precision="ieee")
-    for one in range(0, tl.minimum(end - group, ROWS)):
-        u = tl.sum(tl.where((group_row == one)[:, None], made, 0.0), 0) + 0.0
-        u = tl.broadcast_to(u[None, :], made.shape)
-        factor = factors + (group + one) * ROWS + group_row
-        w = tl.broadcast_to(tl.load(factor)[:, None], made.shape)
-        made = tl.where((group_row > one)[:, None], tl.math.fma(w, u, made), made)
-        w = tl.broadcast_to(tl.load(factor + _CHUNK * ROWS)[:, None], made.shape)
-        output = tl.where((group_row >= one)[:, None], tl.math.fma(w, u, output), output)
-    return made + 0.0, output + 0.0
+        w = tl.load(factor, mask=(j < stop)[None, :], other=0.0)
+        total = tl.dot(w, u, total, input_precision="ieee")
+    return total
 
 
 @triton.jit
-def _put_next_state(
-    state, exists, following, k, held, updates, decays, old, end, column, KH: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
+def _solve(factors, updates, count, column, DV: tl.constexpr, ROWS: tl.constexpr):
+    """Turn the first ``count`` of a few rows at ``updates``, which lack the terms of one another,
+    into u, a thread for each column.
+    """
+    u = ()
+    for i in tl.static_range(_PART):
+        is_there = (i < count) & (column < DV)
+        one = tl.load(updates + i * DV + column, mask=is_there, other=0.0)
+        for j in tl.static_range(i):
+            one = tl.math.fma(tl.load(factors + j * ROWS + i), u[j], one)
+        u += (one + 0.0,)
+    for i in tl.static_range(_PART):
+        tl.store(updates + i * DV + column, u[i], mask=(i < count) & (column < DV))
+
+
+@triton.jit
+def _put_updates(made, factors, updates, group, end, column, DV: tl.constexpr, ROWS: tl.constexpr):
+    """Write u of the rows from ``group`` on, from the first terms of their chains [ROWS, BV]."""
+    m = group + tl.arange(0, ROWS)
+    to = updates + m[:, None] * DV + column[None, :]
+    made = _add_known(made, factors, updates, 0, group, column, DV, ROWS)
+    for some in tl.static_range(0, ROWS, _PART):
+        first = group + some
+        known = tl.minimum(first, end)
+        if some > 0:
+            made = _add_known(made, factors, updates, first - _PART, known, column, DV, ROWS)
+        is_its = (m >= first) & (m < tl.minimum(first + _PART, end))
+        tl.store(to, made, mask=is_its[:, None] & (column < DV)[None, :])
+        tl.debug_barrier()
+        own = factors + first * ROWS + some
+        _solve(own, updates + first * DV, end - first, column, DV, ROWS)
+        tl.debug_barrier()
+
+
+@triton.jit
+def put_next_state(
+    state, exists, following, k, held, updates, decays, old, end, start, stop, column,
+    KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Write S1 of a whole chunk, from S0 at ``state`` or, where none exists, from zeros."""
+    """Write rows ``start`` .. ``stop`` - 1 of S1 of a whole chunk, from S0 at ``state`` or, where
+    none exists, from zeros; zeros of a chunk of no rows.
+    """
     row = tl.arange(0, _CHUNK)
     part = tl.arange(0, _PART)
     depth = tl.arange(0, BK)
     inside = (column < DV)[None, :]
     final = tl.sum(tl.where(row == _CHUNK - 1, decays, 0.0), 0)
-    for first in range(0, DK, BK):
+    for first in range(start, stop, BK):
         d = first + depth
         at = d[:, None] * DV + column[None, :]
-        is_there = (d < DK)[:, None] & inside
-        s = tl.exp(final) * tl.load(state + at, mask=is_there & exists, other=0.0)
+        is_its = (d < DK)[:, None] & inside
+        s = tl.exp(final) * tl.load(state + at, mask=is_its & exists, other=0.0)
         for one in range(0, _CHUNK, _PART):
             j = one + part
             keys = _keys(k, held, old, j, end, d, KH, DK)
             weights = tl.exp(final - _of_rows(decays, row, j))[:, None] * keys
-            u = tl.load(updates + j[:, None] * DV + column[None, :], mask=inside, other=0.0)
+            is_there = (j < end)[:, None] & inside
+            u = tl.load(updates + j[:, None] * DV + column[None, :], mask=is_there, other=0.0)
             s = tl.dot(tl.trans(weights), u, s, input_precision="ieee")
         tl.debug_barrier()  # S0 of these d is read before S1 takes its place
-        tl.store(following + at, s + 0.0, mask=is_there)
+        tl.store(following + at, s + 0.0, mask=is_its)
     tl.debug_barrier()
 
 
@@ -239,7 +258,7 @@ def _put_keys(
 def _rule_kernel(
     Q, K, V, DECAY, BETA, POSITION, COUNT, TOKEN, READ, WORK, STATE, KEYS, UPDATES, DECAYS, STATES,
     FACTORS, OUT, H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    ROWS: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+    ROWS: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, MADE: tl.constexpr,
 ):  # fmt: skip
     """One program a sequence, value head and BV columns of DV.
 
@@ -287,27 +306,28 @@ def _rule_kernel(
         state = STATES + (here * H + h) * (DK * DV)
         updates = UPDATES + (of_chunk * H + h) * (_CHUNK * DV)
         end = tl.minimum(stop - chunk * _CHUNK, _CHUNK)
-        for i in range(old, end):
-            total += tl.load(DECAY + of_row + i * H)
-            decays = tl.where(row == i, total, decays)
+        for i in tl.static_range(_CHUNK):  # all are read at once, and added one by one
+            is_new = (i >= old) & (i < end)
+            total += tl.load(DECAY + of_row + i * H, mask=is_new, other=0.0)
+            decays = tl.where(is_new & (row == i), total, decays)
         for group in range(old, end, ROWS):
             m = group + tl.arange(0, ROWS)
             beta = tl.load(BETA + of_row + m * H, mask=m < end, other=0.0)
-            totals = _put_factors(q, k, held, beta, decays, factors, old, m, end, KH, DK, ROWS, BK)
-            told, output = _of_state(
-                q, k, state, here >= 0, m, end, column, KH, DK, DV, ROWS, BV, BK
+            between, read_by, told, output = _products(
+                q, k, held, state, here >= 0, old, m, end, column, KH, DK, DV, ROWS, BV, BK
             )
+            totals = _put_factors(between, read_by, beta, decays, factors, m, ROWS)
             inside = (m < end)[:, None] & (column < DV)[None, :]
             at = m[:, None] * (H * DV) + column[None, :]
             v = tl.load(V + of_row * DV + at, mask=inside, other=0.0)
             seen = tl.exp(totals)[:, None]
-            made, output = _chains(
-                beta[:, None] * (v - seen * told), seen * output, factors, updates, group, end,
-                column, DV, ROWS,
-            )  # fmt: skip
-            tl.store(OUT + of_row * DV + at, output.to(OUT.dtype.element_ty), mask=inside)
-            tl.store(updates + m[:, None] * DV + column[None, :], made, mask=inside)
-            tl.debug_barrier()
+            made = beta[:, None] * (v - seen * told)
+            _put_updates(made, factors, updates, group, end, column, DV, ROWS)
+            known = tl.minimum(group + ROWS, end)
+            output = _add_known(
+                seen * output, factors + _CHUNK * ROWS, updates, 0, known, column, DV, ROWS
+            )
+            tl.store(OUT + of_row * DV + at, (output + 0.0).to(OUT.dtype.element_ty), mask=inside)
         if is_paged:
             is_kept = (chunk == last) | (of_chunk != work)
             to_keys = KEYS + (of_chunk * H + h) * (_CHUNK * DK)
@@ -318,9 +338,10 @@ def _rule_kernel(
             if not is_paged:
                 following = tl.load(STATE + n).to(tl.int64) + chunk
             to = STATES + (following * H + h) * (DK * DV)
-            _put_next_state(
-                state, here >= 0, to, k, held, updates, decays, old, end, column, KH, DK, DV, BK
-            )
+            put_next_state(
+                state, here >= 0, to, k, held, updates, decays, old, end, 0, DK, column, KH, DK, DV,
+                MADE,
+            )  # fmt: skip
             here, of_chunk = following, work
             decays = tl.zeros([_CHUNK], tl.float32)
             total = tl.sum(decays, 0)
@@ -331,16 +352,17 @@ def _rule_kernel(
 
 @dataclass(frozen=True, slots=True)
 class RuleForm:
-    """What a program computes at once, which is in no bit."""
+    """What a program of ``_rule_kernel`` computes at once, which is in no bit."""
 
-    rows: int
+    rows: int  # a multiple of 16
     columns: int  # of dv
     depth: int  # numbers of a key that a product reads
     warps: int
+    stages: int = 1  # operands of so many products are on their way at once
+    made: int = 32  # rows of S1
 
 
 FORMS = (
-    RuleForm(1, 128, 32, 8),
     RuleForm(16, 64, 16, 8),
     RuleForm(FACTOR_ROWS, FACTOR_COLUMNS, 16, 8),
 )
@@ -392,83 +414,6 @@ def apply_rule(
         _rule_kernel[(len(part.positions), heads, blocks)](
             rows.q, rows.k, rows.v, rows.decay, rows.beta, part.positions, part.counts,
             part.tokens, *places, *kept, factors, output, heads, shape.key_heads, shape.key_dim,
-            shape.value_dim, form.rows, columns, min(form.depth, padded(shape.key_dim)),
-            num_warps=form.warps, num_stages=1, enable_fp_fusion=False,
+            shape.value_dim, form.rows, columns, min(form.depth, padded(shape.key_dim)), form.made,
+            num_warps=form.warps, num_stages=form.stages, enable_fp_fusion=False,
         )  # fmt: skip
-
-
-class PagedDeltaRule:
-    """The delta rule of the rollout; one object serves all layers of a forward."""
-
-    def __init__(
-        self, batch: DeltaBatch, owners: torch.Tensor, parts: Sequence[DeltaBatch]
-    ) -> None:
-        """``parts`` are the sequences of ``batch`` by how many of their rows are computed at once;
-        ``owners`` int32 [T], the sequence of each token.
-        """
-        self._batch, self._owners, self._parts = batch, owners, parts
-
-    @classmethod
-    def of(cls, paged: PagedBatch, device: torch.device) -> "PagedDeltaRule":
-        """A ragged batch, known to the host."""
-        assert paged.carries is not None, "sequences of a model with delta rules have carries"
-        new = torch.tensor(paged.counts)
-        positions, (read, written) = torch.tensor(paged.lengths) - new, paged.carries
-        columns = positions, new, read, written
-        for one in zip(*(column.tolist() for column in columns), strict=True):
-            _check(*one)
-        owners = torch.repeat_interleave(torch.arange(len(new)), new)
-        starts = new.cumsum(0) - new
-        sent = to_device(torch.stack([positions, new, starts, read, written]).int(), device)
-        batch = DeltaBatch(*sent.unbind(0), int(new.max()))
-        parts, fewest = list[DeltaBatch](), 0
-        for form in FORMS:
-            most = form.rows if form is not FORMS[-1] else batch.longest
-            if bool((chosen := (new > fewest) & (new <= most)).any()):
-                index = to_device(chosen.nonzero()[:, 0], device)
-                parts.append(batch.sequences(index, most))
-            fewest = most
-        return cls(batch, to_device(owners.int(), device), parts)
-
-    @classmethod
-    def decoding(
-        cls,
-        positions: torch.Tensor,
-        read: torch.Tensor,
-        written: torch.Tensor,
-        places: torch.Tensor | None = None,
-    ) -> "PagedDeltaRule":
-        """One new token for each sequence, or several as ``places`` says (``DecodeBatch``), [n] on
-        the device each; asks nothing of the host, so it can be captured.
-        """
-        index = torch.arange(len(positions), device=positions.device)
-        ones, owners, longest = torch.ones_like(index), index, 1
-        counts = ones
-        if places is not None:  # a row that is not the first of its sequence is one of no tokens
-            owners = index - places
-            counts = torch.zeros_like(ones).index_add_(0, owners, ones)
-            longest = FORMS[1].rows  # at once
-        columns = positions, counts, index, read, written
-        batch = DeltaBatch(*(column.int() for column in columns), longest)
-        return cls(batch, owners.int(), [batch])
-
-    def forward(
-        self, carries: DeltaCarries, inputs: DeltaInputs, weights: DeltaWeights
-    ) -> torch.Tensor:
-        """-> o [T, H DV] in the dtype of x."""
-        rows = rows_of(inputs, weights, self._batch, self._owners, carries)
-        output = inputs.x.new_empty(len(inputs.x), weights.shape.values)
-        for part in self._parts:
-            apply_rule(rows, weights.shape, part, carries, output)
-        return output
-
-
-def _check(position: int, count: int, read: int, written: int) -> None:
-    assert count > 0
-    assert (read < 0) == (position == 0), "a sequence goes on from a carry, or begins"
-    assert written >= 0
-    last = (position + count - 1) // CHUNK
-    if read == written:
-        assert position // CHUNK == last, "a carry that is read and written is of one chunk"
-    elif read >= 0:
-        assert (position - 1) // CHUNK < last, "another carry is written for a further chunk"

@@ -1,0 +1,184 @@
+"""The gated delta rule of one layer on a card: microseconds, kernel by kernel, and its bits.
+
+    python -m benchmarks.delta_rule [--against OLDER/src] [--forms] > ROWS.jsonl
+
+``decode`` is a step of so many sequences, whose rows are ``spread`` over their chunks or all begin
+one (``first``), or of which each fourth has ``guesses``; ``forward`` is that of training, of packed
+sequences.  Random inputs and carries; layers take turns, so that none is read from the L2 cache.
+``us`` is what a layer takes, kernels included that make rows of x; ``digest`` is of outputs,
+carries and states.  ``--against`` measures another tree in a process of its own, and says by how
+many times this one is faster and whether both digests are the same.  ``--forms`` goes through forms
+of the programs.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from benchmarks.common import Row, card_row, kernel_times, printed
+from isobit.kernels.operands import DeltaInputs, DeltaShape, DeltaWeights
+from isobit.kernels.spec.delta_rule import DeltaCarries
+from isobit.kernels.triton import delta_rule
+from isobit.kernels.triton.delta_rule_training import PackedDeltaRule
+from isobit.models.shapes import model_shape
+
+REPEATS, CHUNK = 5, 64
+COUNTS, LENGTHS = (1, 8, 32, 64, 128, 256), ((2048,) * 4, (8192,))
+FEW = 32  # sequences of which a card has room for the carries of all layers
+LAYERS, OF_MANY = 24, 3
+GUESSES = 3
+Work = Callable[[int], list[torch.Tensor]]
+"""Of a layer; the tensors that it writes."""
+
+
+def random_weights(shape: DeltaShape, device: str) -> DeltaWeights:
+    rates = torch.logspace(-2.5, 0.5, shape.value_heads).log()
+    made = torch.randn(shape.channels, shape.width) * 0.4, rates, torch.randn(shape.value_heads)
+    return DeltaWeights(shape, *(one.bfloat16().to(device) for one in made))
+
+
+def random_inputs(shape: DeltaShape, tokens: int, device: str) -> DeltaInputs:
+    sizes = shape.channels, shape.value_heads, shape.value_heads
+    made = (torch.randn(tokens, size, device=device).bfloat16() for size in sizes)
+    return DeltaInputs(*made)
+
+
+def decode_work(shape: DeltaShape, count: int, case: str, device: str) -> tuple[int, Work]:
+    """Steps of so many layers.  A sequence has two carries, of which it reads the first."""
+    module = import_module(
+        "isobit.kernels.triton.delta_rule"
+        if hasattr(delta_rule, "PagedDeltaRule")  # in older trees
+        else "isobit.kernels.triton.delta_rule_rollout"
+    )
+    layers = LAYERS if count <= FEW else OF_MANY
+    rows = torch.ones(count, dtype=torch.int64)
+    if case == "guesses":
+        rows[::4] += GUESSES
+    owners = torch.repeat_interleave(torch.arange(count), rows)
+    places = torch.arange(len(owners)) - (rows.cumsum(0) - rows)[owners]
+    weights, inputs = random_weights(shape, device), random_inputs(shape, len(owners), device)
+
+    def noise(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return (torch.randn(sizes, device=device) * 0.1).to(dtype)
+
+    first = DeltaCarries(shape, 2 * count, torch.bfloat16, noise)
+    first.decays.copy_(-0.1 * torch.arange(CHUNK))
+    carries = [first, *(deepcopy(first) for _ in range(layers - 1))]
+    index = torch.arange(count)
+    spread = (CHUNK // 2 + index * CHUNK // count) % CHUNK
+    position = 2 * CHUNK + (0 * index if case == "first" else spread)
+    begins = (position + rows - 1) // CHUNK != (position - 1) // CHUNK
+    of_rows = position[owners] + places, 2 * owners, (2 * index + begins)[owners], places
+    columns = [one.to(device) for one in of_rows]
+    rule = module.PagedDeltaRule.decoding(*columns[: 4 if case == "guesses" else 3])
+
+    def work(layer: int) -> list[torch.Tensor]:
+        held = carries[layer]
+        return [rule.forward(held, inputs, weights), *held.tensors]
+
+    return layers, work
+
+
+def forward_work(shape: DeltaShape, lengths: Sequence[int], device: str) -> tuple[int, Work]:
+    rule = PackedDeltaRule(tuple(lengths), torch.device(device))
+    weights, inputs = random_weights(shape, device), random_inputs(shape, sum(lengths), device)
+
+    def work(_: int) -> list[torch.Tensor]:
+        output, saved = rule.forward(inputs, weights)
+        return [output, saved.kept.states]
+
+    return 1, work
+
+
+def measured(layers: int, work: Work) -> Row:
+    """Microseconds of a layer, of each kernel too, and the digest of the first layer."""
+    digest = hashlib.sha256()
+    for one in work(0):
+        digest.update(one.cpu().flatten().view(torch.uint8).numpy().tobytes())
+
+    def all_layers() -> None:
+        for layer in range(layers):
+            work(layer)
+
+    times = kernel_times(all_layers, REPEATS)
+    of_kernels = {name: time / layers for name, (time, _) in times.items()}
+    return {"us": sum(of_kernels.values()), "kernels": of_kernels, "digest": digest.hexdigest()}
+
+
+def cases(shape: DeltaShape, device: str) -> Iterator[tuple[Row, Callable[[], tuple[int, Work]]]]:
+    for count in COUNTS:
+        for case in ("spread", "first", "guesses"):
+            name = {"case": "decode", "rows": case, "sequences": count}
+            yield name, lambda count=count, case=case: decode_work(shape, count, case, device)
+    for lengths in LENGTHS:
+        name = {"case": "forward", "lengths": list(lengths)}
+        yield name, lambda lengths=lengths: forward_work(shape, lengths, device)
+
+
+def measure(shape: DeltaShape, device: str) -> Iterator[Row]:
+    for name, make in cases(shape, device):
+        torch.manual_seed(0)
+        yield name | measured(*make())
+
+
+def measure_forms(shape: DeltaShape, device: str) -> Iterator[Row]:
+    """Of this tree alone; a digest that differs from another form's is a fault."""
+    from isobit.kernels.triton import delta_rule_rollout as rollout
+
+    depths = {32: ((32, 168), (16, 96)), 64: ((16, 128),), 128: ((16, 128), (16, 96), (8, 64))}
+    of_rows = [rollout.RowForm(n, *one) for n, its in depths.items() for one in its]
+    usual, deep = (32, 128, 16, 8), (32, 128, 32, 8, 2)
+    narrow = (32, 64, 16, 8), (32, 64, 16, 4), (16, 64, 16, 8)
+    of_usual = [(*usual, *more) for more in ((), (2,), (3,), (1, 64), (2, 64))]
+    every = *of_usual, deep, (*deep, 64), (64, 128, 16, 8, 2), *narrow
+    of_groups = [delta_rule.RuleForm(*one) for one in every]
+    rollout.FEW_PAIRS = 0  # so that the form is that of many
+    for name, make in cases(shape, device):
+        for form in of_rows if name["case"] == "decode" else of_groups:
+            if name.get("rows", "spread") == "spread":
+                rollout.MANY, delta_rule.FORMS = form, (form,)
+                torch.manual_seed(0)
+                yield name | {"form": asdict(form)} | measured(*make())
+
+
+def older(source: Path, shape: str) -> list[Row]:
+    """The rows of another tree's kernels."""
+    root = Path(__file__).resolve().parents[1]
+    environ = os.environ | {"PYTHONPATH": f"{source.resolve()}{os.pathsep}{root}"}
+    command = [sys.executable, "-m", "benchmarks.delta_rule", "--shape", shape]
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--against", type=Path, metavar="SRC")
+    parser.add_argument("--forms", action="store_true")
+    parser.add_argument("--shape", default="qwen3.5-9b")
+    asked = parser.parse_args()
+    shape = model_shape(asked.shape).delta
+    assert shape is not None, "the shape has gated delta nets"
+    theirs = older(asked.against, asked.shape) if asked.against else []
+    printed(card_row())
+    for number, row in enumerate(measure(shape, "cuda")):
+        if theirs:
+            old = theirs[1 + number]  # behind its card
+            row |= {"old_us": old["us"], "faster": old["us"] / row["us"]}
+            row |= {"same_bits": old["digest"] == row["digest"], "old_kernels": old["kernels"]}
+        printed(row)
+    for row in measure_forms(shape, "cuda") if asked.forms else ():
+        printed(row)
+
+
+if __name__ == "__main__":
+    main()
