@@ -1,5 +1,6 @@
 """Chat templates of model families: rendered as transformers renders them, to the same tokens."""
 
+import json
 import re
 from datetime import datetime
 from functools import cache
@@ -212,6 +213,23 @@ def test_arguments_as_json_text_are_not_quoted_again(family: str) -> None:
     assert any("calls of tools that the" in line for line in noticed.lines("p")) == silent
     if not silent:
         assert text == ours(family, [SYSTEM, USER, CALL, RESULT], TOOLS)[0]
+
+
+@pytest.mark.few(9)
+@pytest.mark.parametrize("said", ["", '{"a": 1}', '{"a": 1}, or "{\\"a\\": 1}"'])
+@pytest.mark.parametrize("arguments", ["{}", '{"a": 1}', '{"a": "{}"}'])
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one != "gemma3"])
+def test_json_text_is_not_quoted_again_whatever_else_is_said(
+    family: str, arguments: str, said: str
+) -> None:
+    """Empty arguments look the same in quotes, and others may stand in a message too."""
+    texts = list[str]()
+    for written in (arguments, json.loads(arguments)):
+        function = {"name": "weather", "arguments": written}
+        call = CALL | {"tool_calls": [CALL["tool_calls"][0] | {"function": function}]}
+        user = {"role": "user", "content": f"Now {said}"}
+        texts.append(ours(family, [user, call, RESULT], TOOLS)[0])
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.few(9)

@@ -1,8 +1,10 @@
 """Rows are rendered as text, with the tokenizer's chat template where the prompt is messages."""
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from hashlib import sha256
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +17,7 @@ from isobit.records.messages import (
     Message,
     as_messages,
     other_forms,
-    quotes,
+    with_probed_arguments,
     with_read_arguments,
     written_arguments,
 )
@@ -99,8 +101,7 @@ def render_chat(
 
     try:
         text = text_of(messages)
-        written = [one for message in messages for one in written_arguments(message)]
-        if any(quotes(unmarked(text), one) for one in written):
+        if _quotes_arguments(text, messages, text_of):
             text = text_of([with_read_arguments(message) for message in messages])
     except UnicodeEncodeError as error:
         raise _not_encodable(row, error) from error
@@ -112,6 +113,20 @@ def render_chat(
             f"{row.place}: the chat template refuses the messages: {type(error).__name__}: {error}"
         ) from error
     return text
+
+
+def _quotes_arguments(
+    text: str, messages: Sequence[Message], text_of: Callable[[Sequence[Message]], str]
+) -> bool:
+    """Whether the template expects tables: it writes arguments of calls that are JSON text as a
+    text in quotes. So it does with others in their place, which stand nowhere in ``text``, that of
+    the messages; their own may stand anywhere, and ``{}`` is the same in quotes.
+    """
+    if not any(map(written_arguments, messages)):
+        return False
+    probe = json.dumps({sha256(text.encode(errors="surrogatepass")).hexdigest(): 1})
+    probed = text_of([with_probed_arguments(message, probe) for message in messages])
+    return json.dumps(probe)[1:-1] in unmarked(probed)
 
 
 _CONTINUED = ("content", "reasoning_content", "reasoning", "thinking")

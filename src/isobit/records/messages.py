@@ -286,9 +286,16 @@ def _is_list(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...]]:
 def written_arguments(message: Message) -> list[str]:
     """The arguments of a message's calls of tools that are JSON text."""
     arguments = [call.get("arguments") for call in calls_of(message)]
-    return [
-        text for text in arguments if isinstance(text, str) and isinstance(_read(text), Mapping)
-    ]
+    return [one for one in arguments if _is_table_text(one)]
+
+
+def with_probed_arguments(message: Message, probe: str) -> Message:
+    """The message with ``probe`` in place of arguments that are JSON text."""
+    return _with_arguments(message, lambda one: probe if _is_table_text(one) else one)
+
+
+def _is_table_text(arguments: Any) -> TypeGuard[str]:
+    return isinstance(arguments, str) and isinstance(_read(arguments), Mapping)
 
 
 def _read(arguments: Any) -> Any:
@@ -300,12 +307,6 @@ def _read(arguments: Any) -> Any:
 
 def _write(arguments: Any) -> Any:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def quotes(text: str, arguments: str) -> bool:
-    """Whether a template that expects a table has written JSON text as a text in quotes."""
-    quoted = (json.dumps(arguments, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
-    return arguments not in text and any(spelling in text for spelling in quoted)
 
 
 def with_read_arguments(message: Message) -> Message:
