@@ -102,7 +102,6 @@ class PackedDeltaRule:
         """The gradient of o [T, H DV] -> those of x, a and b; adds to the weights' gradients."""
         shape = weights.shape
         found = rows_of(saved.inputs, weights, self._batch, self._owners, None)
-        repeat = shape.value_heads // shape.key_heads
         rows = found.q, found.k, found.v, found.decay, found.beta
         wide = d_output.float().view(found.v.shape)
         d_rows = [
@@ -111,17 +110,7 @@ class PackedDeltaRule:
         for blocks in self._groups:
             d_state: torch.Tensor | None = None
             for block in reversed(blocks):
-                of_keys = [_taken(x, block).repeat_interleave(repeat, 1) for x in rows[:2]]
-                given = *of_keys, *(_taken(x, block) for x in rows[2:])
-                d_made = _taken(wide, block)
-                if block.hidden is not None:  # only in a sequence's last chunk
-                    d_made.masked_fill_(block.hidden[:, None, :, None], 0.0)
-                states = _states(block, saved.kept.states)
-                chunks = _WholeChunks.of(given, states)
-                of_rows, d_state = chunks.backward(d_made, block.counts, d_state)
-                for total, one in zip(d_rows, of_rows, strict=True):
-                    flat = one.transpose(1, 2).reshape(block.tokens.numel(), *total.shape[1:])
-                    total.index_copy_(0, block.tokens_of_rows, flat.index_select(0, block.rows))
+                d_state = _put_gradients(block, rows, wide, saved.kept, d_state, d_rows)
         return self._inputs_backward(saved.inputs, d_rows, weights, gradients)
 
     def _inputs_backward(
@@ -201,6 +190,27 @@ def _block(
         tuple(reach), sent(every), sent(absent) if bool(absent.any()) else None, sent(rows),
         sent(every.flatten()[rows]), begun, sent(torch.cat(states)[begun:]),
     )  # fmt: skip
+
+
+def _put_gradients(
+    block: _Block, rows: Sequence[torch.Tensor], d_output: torch.Tensor, kept: KeptStates,
+    d_state: torch.Tensor | None, d_rows: Sequence[torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
+    """Write the gradients of a block's rows to ``d_rows``.  -> That of its first states, from that
+    of those behind it.  All else that it makes is gone when the next block is computed.
+    """
+    repeat = d_output.shape[1] // rows[0].shape[1]
+    of_keys = [_taken(x, block).repeat_interleave(repeat, 1) for x in rows[:2]]
+    given = *of_keys, *(_taken(x, block) for x in rows[2:])
+    d_made = _taken(d_output, block)
+    if block.hidden is not None:  # only in a sequence's last chunk
+        d_made.masked_fill_(block.hidden[:, None, :, None], 0.0)
+    chunks = _WholeChunks.of(given, _states(block, kept.states))
+    of_rows, d_state = chunks.backward(d_made, block.counts, d_state)
+    for total, one in zip(d_rows, of_rows, strict=True):
+        flat = one.transpose(1, 2).reshape(block.tokens.numel(), *total.shape[1:])
+        total.index_copy_(0, block.tokens_of_rows, flat.index_select(0, block.rows))
+    return d_state
 
 
 def _taken(x: torch.Tensor, block: _Block) -> torch.Tensor:
