@@ -28,6 +28,7 @@ from tests.models.policies import logits_of
 from tests.models.test_adapters import ALL, SOME, check_with_peft, config_of, moved, tokens, trained
 
 SHARED = "shared_expert"
+UP = "shared_expert.up_proj.weight"
 HYBRIDS: tuple[Family, ...] = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 
 
@@ -61,14 +62,22 @@ def test_peft_computes_our_logits_and_writes_our_bytes(
     check_with_peft(adapted(base, family, lora), base, tmp_path)
 
 
-def test_a_shared_expert_is_read_as_peft_names_it_elsewhere(tmp_path: Path) -> None:
-    """By its modules, which PEFT does not take for routed experts in Qwen3.5."""
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"target_modules": [*LORA_TARGETS[4:], "shared_expert_gate"]},
+        {"target_modules": ["q_proj"], "target_parameters": [f"layers.1.mlp.{UP}"]},
+        {"target_modules": [], "target_parameters": [f"mlp.{UP}"]},
+        {"target_modules": r".*\.q_proj", "target_parameters": [f"layers.1.mlp.{UP}", UP]},
+    ],
+)
+def test_a_shared_expert_is_read_as_peft_names_it(named: dict[str, Any], tmp_path: Path) -> None:
+    """Its modules, which PEFT does not take for routed experts in Qwen3.5, or weights."""
     peft = pytest.importorskip("peft", reason="`pip install peft` trains adapters")
     transformers = pytest.importorskip("transformers")
     base = save(config_of("qwen3_5_moe_text", None, tied=False), tmp_path / "base")
     made = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    named = [*LORA_TARGETS[4:], "shared_expert_gate"]
-    theirs = peft.get_peft_model(made, peft.LoraConfig(r=8, target_modules=named)).eval()
+    theirs = peft.get_peft_model(made, peft.LoraConfig(r=8, **named)).eval()
     with torch.no_grad():
         for name, values in theirs.named_parameters():
             values.add_(0.05 if "lora_" in name else 0.0)
@@ -87,7 +96,7 @@ def test_other_weights_than_a_shared_experts_are_refused(named: Any, tmp_path: P
     write_model(trained(base, "fp32", replace(ALL, targets=("q_proj",))), tmp_path / "adapters")
     path = tmp_path / "adapters" / CONFIG_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | {"target_parameters": named}))
-    with pytest.raises(ModelError, match=r"target_parameters is .* only where these are a shared"):
+    with pytest.raises(ModelError, match=r"target_parameters is .* where these are of a shared"):
         read_any_config(tmp_path / "adapters")
 
 

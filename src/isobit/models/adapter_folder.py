@@ -83,7 +83,9 @@ below 100; sums over thousands of products of larger ones come near the largest 
 _ALONE, _WITHIN_LARGER = "base_model.model.model.", "base_model.model.model.language_model."
 """The beginnings of names, in the second case where the base is a larger model."""
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
-_SHARED = re.compile(r"(?:.*\.)?shared_expert\.(?P<target>gate_proj|up_proj|down_proj)\.weight")
+_SHARED = re.compile(
+    r"(?P<module>(?P<path>.+\.)?shared_expert\.(?P<target>gate_proj|up_proj|down_proj))\.weight"
+)
 """A shared expert's weight among ``target_parameters``."""
 _LITERAL = re.compile(r"\^?[\w.\\]+\$?")
 """A pattern of modules without repetition: the time of its search is bounded."""
@@ -289,7 +291,7 @@ def _targets(
 ) -> tuple[tuple[str, ...], bool]:
     """The targets, and whether all layers have them."""
     named, chosen = config.get("target_modules"), any(config.get(key) for key in _CHOOSING)
-    shared = _of_shared_expert(path, config.get("target_parameters") or [])
+    shared = _of_shared_expert(path, config.get("target_parameters") or [], tensors)
     if shared and isinstance(named, list | None):
         named = [*(named or []), *shared]
     having = {module.rpartition(".")[2] for module in tensors.modules}
@@ -311,17 +313,26 @@ def _targets(
     return tuple(name for name in KNOWN_TARGETS if name in having), False
 
 
-def _of_shared_expert(path: Path, parameters: object) -> list[str]:
-    """The targets that are named by their weights. Raises ModelError for any other weight."""
+def _of_shared_expert(path: Path, parameters: object, tensors: AdapterTensors) -> list[str]:
+    """The targets that are named by their weights, or modules where a layer is named too or no
+    shared expert has tensors. Raises ModelError for any other weight.
+    """
     names = parameters if isinstance(parameters, list) else [parameters]
     found = [_SHARED.fullmatch(name) if isinstance(name, str) else None for name in names]
-    targets = [match["target"] for match in found if match is not None]
-    if len(targets) < len(names):
+    matches = [match for match in found if match is not None]
+    if len(matches) < len(names):
         raise ModelError(
             f"{path}: target_parameters is {_value(parameters)}; adapters are read of linears, "
-            "and of weights only where these are a shared expert's"
+            "and of weights only where these are of a shared expert's gate_proj, up_proj and "
+            "down_proj"
         )
-    return targets
+    ends = {".".join(module.split(".")[-2:]) for module in tensors.modules}
+    return [
+        match["target"]
+        if match["path"] in (None, "mlp.") and f"shared_expert.{match['target']}" in ends
+        else match["module"]
+        for match in matches
+    ]
 
 
 def _are_texts(value: object) -> TypeGuard[list[str]]:
