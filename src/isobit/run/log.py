@@ -384,7 +384,7 @@ class RlLog(TrainingLog[EvalResult]):
         if config.asynchrony.lag:
             return f"of {COMPARED} completions of each batch (async.lag)"
         if config.asynchrony.max_staleness:
-            return f"of {COMPARED} completions of each step (async.max_staleness)"
+            return f"of at most {COMPARED} completions of each step (async.max_staleness)"
         updates = config.training.updates_per_batch
         return f"those of the first of {updates} updates a batch (training.updates_per_batch)"
 
