@@ -250,14 +250,15 @@ def test_a_call_that_is_cut_ahead_of_its_arguments_is_none(reason: Any, count: i
     assert found["message"]["content"] == "I add."
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
-def test_thinking_that_clients_send_back_stands_ahead_of_its_call(family: str) -> None:
+def test_thinking_that_clients_send_back_stands_ahead_of_its_call(family: str, key: str) -> None:
     """But where gpt-oss's template would refuse it, beside content."""
     model: Any = SimpleNamespace(context=100_000)
     reader = PromptReader(model, tokenizer_of(family), ChatConfig(date=DATE))
     tool = {"type": "function", "function": {**TOOL["function"], "description": "Adds."}}
     call = {"type": "function", "id": "call00001", "function": {"name": "add", "arguments": "{}"}}
-    said = {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [call]}
+    said = {"role": "assistant", "content": None, key: "Hm.", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "call00001", "content": "4"}
     begin, end = (ANALYSIS, NEXT) if family == "gpt_oss" else ("<think>\n", "\n</think>")
     for content in (None, "", "Well."):

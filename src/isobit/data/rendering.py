@@ -64,6 +64,8 @@ def chat_messages(
 
 
 ASSISTANT = "assistant"
+THOUGHTS = "reasoning_content", "reasoning", "thinking"
+"""The keys of messages that transformers reads a thought from."""
 
 
 def render_chat(
@@ -114,9 +116,6 @@ def render_chat(
     return text
 
 
-_CONTINUED = ("content", "reasoning_content", "reasoning", "thinking")
-
-
 def _render_open(
     messages: Sequence[Message], row: Row, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig
 ) -> str:
@@ -124,7 +123,7 @@ def _render_open(
     (``continue_final_message``), but with the text as it stands behind the generation prompt where
     the template leaves thoughts out of that message, or writes thoughts of its own before them.
     """
-    name = next((name for name in _CONTINUED if messages[-1].get(name)), "content")
+    name = next((name for name in ("content", *THOUGHTS) if messages[-1].get(name)), "content")
     begun = messages[-1].get(name, "")
     if messages[-1].get("tool_calls") or not isinstance(begun, str):
         raise DataError(

@@ -9,7 +9,7 @@ from isobit.config.data import ChatConfig
 from isobit.data.encoding import most_characters, token_ids
 from isobit.data.harmony import writes_harmony
 from isobit.data.prompts import Noticed, prompts_of_rows
-from isobit.data.rendering import encodable
+from isobit.data.rendering import THOUGHTS, encodable
 from isobit.data.sources import Row, row_of
 from isobit.models.folder import SamplingModel
 from isobit.rollout.sequence import decode
@@ -74,11 +74,11 @@ class PromptReader:
         return ScoredPrompt(prompt.text, prompt.token_ids)
 
     def _accepted(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message that a client sends back, without its ``reasoning_content`` where gpt-oss's
-        template refuses that: beside content and calls of tools.
+        """A message that a client sends back, without its thinking where gpt-oss's template
+        refuses that: beside content and calls of tools.
         """
         if self._has_channels and message.get("content") and message.get("tool_calls"):
-            return {key: one for key, one in message.items() if key != "reasoning_content"}
+            return {key: one for key, one in message.items() if key not in THOUGHTS}
         return message
 
     def check_ids(self, ids: Sequence[int], name: str) -> None:
