@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -116,6 +117,12 @@ def render_chat(
     return text
 
 
+def begun_of(message: Message) -> tuple[str, Any]:
+    """The key of what the model goes on with in a last message of the assistant, and its value."""
+    key = next((key for key in ("content", *THOUGHTS) if message.get(key)), "content")
+    return key, message.get(key, "")
+
+
 def _render_open(
     messages: Sequence[Message], row: Row, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig
 ) -> str:
@@ -123,8 +130,7 @@ def _render_open(
     (``continue_final_message``), but with the text as it stands behind the generation prompt where
     the template leaves thoughts out of that message, or writes thoughts of its own before them.
     """
-    name = next((name for name in ("content", *THOUGHTS) if messages[-1].get(name)), "content")
-    begun = messages[-1].get(name, "")
+    name, begun = begun_of(messages[-1])
     if messages[-1].get("tool_calls") or not isinstance(begun, str):
         raise DataError(
             f"{row.place}: the prompt ends in a message of the assistant that calls tools, which "

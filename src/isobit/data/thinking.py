@@ -20,6 +20,8 @@ _CLOSES = re.compile(
     rf"|{'|'.join(map(begun, ('</thinking>', '</think>', '[/THINK]')))}|\Z"
 )
 
+_TAGS = re.compile(rf"(?P<opens>{THINK_TAG.pattern})|{THOUGHT_TAG.pattern}")
+
 
 class Portions(NamedTuple):
     """What of a piece of a turn is thinking, and what is the answer."""
@@ -28,17 +30,31 @@ class Portions(NamedTuple):
     answer: str
 
 
+def is_left_thinking(is_thinking: bool, begun: str) -> bool:
+    """Whether a text leaves its reader within thinking between tags; ``is_thinking``: whether it
+    begins there.
+    """
+    tags = [*_TAGS.finditer(begun)]
+    return tags[-1]["opens"] is not None if tags else is_thinking
+
+
 class TaggedReader:
     """Tells the text between the tags around thinking from the text behind them. Tags belong to
     neither; thinking that never ends has no answer.
     """
 
-    def __init__(self, is_thinking: bool) -> None:
-        """``is_thinking``: whether the prompt ends in the tag that opens the thinking."""
+    def __init__(self, is_thinking: bool, begun: str = "") -> None:
+        """
+        Args:
+            is_thinking: whether the prompt, up to ``begun``, ends in the tag that opens thinking.
+            begun: the beginning of the turn that is in the prompt already.
+        """
         self._is_thinking = is_thinking
         self._is_start = not is_thinking
         """Whether the text may still begin with that tag."""
         self._held: list[str] = []
+        if begun.strip():
+            self.feed(begun, is_last=True)
 
     def feed(self, text: str, is_last: bool) -> Portions:
         """Take more of the turn, and give back what can be told of it so far; with ``is_last``
