@@ -40,7 +40,8 @@ def is_left_thinking(is_thinking: bool, begun: str) -> bool:
 
 class TaggedReader:
     """Tells the text between the tags around thinking from the text behind them. Tags belong to
-    neither; thinking that never ends has no answer.
+    neither, nor do line breaks behind the closing one, nor white space alone between them;
+    thinking that never ends has no answer.
     """
 
     def __init__(self, is_thinking: bool, begun: str = "") -> None:
@@ -52,6 +53,10 @@ class TaggedReader:
         self._is_thinking = is_thinking
         self._is_start = not is_thinking
         """Whether the text may still begin with that tag."""
+        self._is_blank = True
+        """Whether nothing but white space has been thought."""
+        self._is_behind = False
+        """Whether nothing but line breaks stands behind the closing tag."""
         self._held: list[str] = []
         if begun.strip():
             self.feed(begun, is_last=True)
@@ -60,7 +65,8 @@ class TaggedReader:
         """Take more of the turn, and give back what can be told of it so far; with ``is_last``
         all.
         """
-        if self._is_start and text.isspace() and not is_last:
+        is_open = self._is_start or (self._is_thinking and self._is_blank)
+        if is_open and text.isspace() and not is_last:
             self._held.append(text)
             return Portions("", "")
         text, self._held = "".join([*self._held, text]), []
@@ -72,13 +78,22 @@ class TaggedReader:
             self._is_start = False
             if tag is not None and tag["tag"] is not None:
                 self._is_thinking, text = True, text[tag.end() :]
-        if not self._is_thinking:
-            return Portions("", text)
+        thinking, text = self._thought(text, is_last) if self._is_thinking else ("", text)
+        if self._is_behind:
+            text = text.lstrip("\r\n")
+            self._is_behind = not text
+        return Portions(thinking, text)
+
+    def _thought(self, text: str, is_last: bool) -> tuple[str, str]:
+        """The thinking at the beginning of ``text``, and what stands behind its end."""
         tag = _CLOSES.search(text)
         assert tag is not None  # the end of the text fits
-        if tag["tag"] is not None:
-            self._is_thinking = False
-            return Portions(text[: tag.start()], text[tag.end() :])
-        end = len(text) if is_last else tag.start()
-        self._held = [text[end:]]
-        return Portions(text[:end], "")
+        is_over = tag["tag"] is not None
+        end = len(text) if is_last and not is_over else tag.start()
+        thinking, behind = text[:end], text[tag.end() :] if is_over else ""
+        self._is_thinking, self._is_behind = not is_over, is_over
+        if self._is_blank and not thinking.strip():
+            end, thinking = 0, ""
+        self._is_blank = not thinking and self._is_blank
+        self._held = [] if is_over or is_last else [text[end:]]
+        return thinking, behind
