@@ -6,8 +6,9 @@ vLLM and SGLang have it: gpt-oss's always, and thinking between tags where the r
 """
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import sha256
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from isobit.config.environment import ToolFormat
@@ -29,6 +30,10 @@ class ResponseFormat(Protocol):
     """The ``object`` of an answer."""
     piece: str
     """The ``object`` of a chunk of a stream."""
+    unseen_tags: Mapping[str, int]
+    """Tags around thinking that are special tokens, by their text, which no answer shows: the text
+    of a choice has them for this alone.
+    """
 
     def choice(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]: ...
 
@@ -49,6 +54,7 @@ class CompletionFormat:
     """``POST /v1/completions``."""
 
     prefix, whole, piece = "cmpl-", "text_completion", "text_completion"
+    unseen_tags: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, asked: CompletionRequest, spelling: Spelling) -> None:
         self._asked, self._spelling = asked, spelling
@@ -111,9 +117,13 @@ class ChatFormat:
     prefix, whole, piece = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, asked: ChatRequest, spelling: Spelling, calls: ToolFormat | None = None
+        self,
+        asked: ChatRequest,
+        spelling: Spelling,
+        calls: ToolFormat | None = None,
+        unseen_tags: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        self._asked, self._spelling = asked, spelling
+        self._asked, self._spelling, self.unseen_tags = asked, spelling, unseen_tags
         self._calls: ToolFormat | None = calls if asked.shown_tools else None
         self._answers: dict[int, AnswerReader | TaggedReader] = {}
         """A reader of the thinking of each choice."""
@@ -122,10 +132,6 @@ class ChatFormat:
         self._tools = parameters_of(asked.shown_tools or ())
         self._readers: dict[int, TurnReader] = {}
         """A reader for each choice, which holds back what may be part of a call."""
-
-    @property
-    def reads_calls(self) -> bool:
-        return self._calls is not None
 
     def choice(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
         (thinking, content), calls = self._portions(prompt, part)
@@ -173,7 +179,7 @@ class ChatFormat:
             self._answers[part.index] = (
                 AnswerReader(is_thinking)
                 if self._is_harmony
-                else TaggedReader(is_thinking, prompt.begun)
+                else TaggedReader(is_thinking, prompt.begun, self.unseen_tags)
             )
         return self._answers[part.index].feed(text, part.finish_reason is not None), calls
 
