@@ -23,7 +23,6 @@ _CLOSES = re.compile(
     rf"(?P<tag>{THOUGHT_TAG.pattern})"
     rf"|{'|'.join(map(begun, CLOSING_TAGS))}|\Z"
 )
-
 _TAGS = re.compile(rf"(?P<opens>{THINK_TAG.pattern})|{THOUGHT_TAG.pattern}")
 
 
@@ -34,11 +33,11 @@ class Portions(NamedTuple):
     answer: str
 
 
-def is_left_thinking(is_thinking: bool, begun: str) -> bool:
-    """Whether a text leaves its reader within thinking between tags; ``is_thinking``: whether it
+def is_left_thinking(is_thinking: bool, text: str) -> bool:
+    """Whether ``text`` leaves its reader within thinking between tags; ``is_thinking``: whether it
     begins there.
     """
-    tags = [*_TAGS.finditer(begun)]
+    tags = [*_TAGS.finditer(text)]
     return tags[-1]["opens"] is not None if tags else is_thinking
 
 

@@ -30,10 +30,7 @@ class ResponseFormat(Protocol):
     """The ``object`` of an answer."""
     piece: str
     """The ``object`` of a chunk of a stream."""
-    unseen_tags: Mapping[str, int]
-    """Tags around thinking that are special tokens, by their text, which no answer shows: the text
-    of a choice has them for this alone.
-    """
+    unseen_tags: Mapping[str, int]  # special tokens for the reader of thinking alone, by text
 
     def choice(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]: ...
 
