@@ -140,8 +140,11 @@ def test_no_more_sessions_are_open_than_episodes_may_be_and_a_full_server_is_tol
         for key in keys:
             made.ask(key, {}, [])
         found: dict[str, TurnAnswer] = {}
-        while len(found) < 2:  # those that have begun are not held up by those that wait
+        for _ in range(600):  # those that have begun are not held up by those that wait
+            if len(found) == 2:
+                break
             found |= made.poll(0.1)
+        assert len(found) == 2
         for key in found:
             made.ask(key, {}, [step(1)])
         while made.num_waiting:

@@ -99,8 +99,14 @@ def test_pieces_say_what_the_whole_says(
             "x",
             "\n<think>\nHm < 2</th\n</think>\n\n4 <think>",
             "\nHm < 2</th\n",
-            "\n\n4 <think>",
+            "4 <think>",
         ),
+        ("qwen3_coder", "x", "<think>\n\n</think>\n\n4\n", "", "4\n"),
+        ("hermes", "x<think>\n", " \n</think>\r\n\n", "", ""),
+        ("hermes", "x<think>", "\n </think> \n4", "", " \n4"),
+        ("hermes", "x", "<think>\n ", "", ""),
+        ("hermes", "x", "<think>\n a\n", "\n a\n", ""),
+        ("hermes", "x", f"<think>\n</think>\n\n<tool_call>{ADD}", "", ""),
         ("hermes", "x<think>\n", "Hm</think>4", "Hm", "4"),
         ("hermes", "x", "4</think>", "", "4</think>"),
         ("hermes", "x", "<thin", "", "<thin"),
@@ -250,14 +256,15 @@ def test_a_call_that_is_cut_ahead_of_its_arguments_is_none(reason: Any, count: i
     assert found["message"]["content"] == "I add."
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
-def test_thinking_that_clients_send_back_stands_ahead_of_its_call(family: str) -> None:
+def test_thinking_that_clients_send_back_stands_ahead_of_its_call(family: str, key: str) -> None:
     """But where gpt-oss's template would refuse it, beside content."""
     model: Any = SimpleNamespace(context=100_000)
     reader = PromptReader(model, tokenizer_of(family), ChatConfig(date=DATE))
     tool = {"type": "function", "function": {**TOOL["function"], "description": "Adds."}}
     call = {"type": "function", "id": "call00001", "function": {"name": "add", "arguments": "{}"}}
-    said = {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [call]}
+    said = {"role": "assistant", "content": None, key: "Hm.", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "call00001", "content": "4"}
     begin, end = (ANALYSIS, NEXT) if family == "gpt_oss" else ("<think>\n", "\n</think>")
     for content in (None, "", "Well."):
@@ -267,3 +274,67 @@ def test_thinking_that_clients_send_back_stands_ahead_of_its_call(family: str) -
         assert (content or "") in text
         is_kept = family == "qwen3" or not content
         assert (f"{begin}Hm.{end}" in text) is is_kept, text
+
+
+FINAL = f"{NEXT}<|channel|>final<|message|>"
+HM = {"reasoning_content": "Hm, pa"}
+
+
+@pytest.mark.parametrize(
+    ("family", "begun", "text", "thinking", "content"),
+    [
+        ("gpt_oss", HM, f"use.{FINAL}4", "use.", "4"),
+        ("gpt_oss", {"thinking": "Hm </think> "}, f"use.{FINAL}4", "use.", "4"),
+        ("gpt_oss", HM, f"use.{NEXT}{CALL}{{}}", "use.", ""),
+        ("gpt_oss", {"content": "<think>It"}, " is 4", "", " is 4"),
+        ("gpt_oss", {"content": "It", **HM}, " is 4", "", " is 4"),
+        ("qwen3", HM, "use.</think>4", "use.", "4"),
+        ("qwen3", {"reasoning": "Hm <think>, pa "}, "use.</think>4", "use.", "4"),
+        ("qwen3", {"thinking": " "}, "use.</think>4", "use.", "4"),
+        ("qwen3", HM, f"use.<tool_call>{ADD}</tool_call></think>So<tool_call>{ADD}", None, "So"),
+        ("qwen3", {"content": "<think>\nHm, pa"}, "use.</think>4", "use.", "4"),
+        ("qwen3", {"content": [{"type": "text", "text": "<think>Hm"}]}, "</think>4", "", "4"),
+        ("qwen3", {"content": "<think>Hm</think>\n\nIt "}, "is</think>4", "", "is</think>4"),
+        ("qwen3", {"content": "A tag, <think>, be"}, "gins</think>4", "", "gins</think>4"),
+        ("qwen3", {"content": "It"}, "<think>4", "", "<think>4"),
+        ("qwen3", {"content": "It", **HM}, " is 4", "", " is 4"),
+        ("qwen3_5", HM, "use.</think>4", "use.", "4"),
+        ("qwen3_5", {"content": ""}, "use.</think>4", "use.", "4"),
+        ("smollm3", {"content": "<think>\nHm, pa"}, "use.</think>4", "use.", "4"),
+    ],
+)
+def test_thinking_that_the_request_has_begun_goes_on(
+    family: str, begun: dict[str, Any], text: str, thinking: str | None, content: str
+) -> None:
+    """Whatever the user says of tags, and without a call in it."""
+    model: Any = SimpleNamespace(context=100_000)
+    reader = PromptReader(model, tokenizer_of(family), ChatConfig(date=DATE))
+    user = {"role": "user", "content": "What is <think>?"}
+    asked = {
+        "messages": [user, {"role": "assistant", "content": "", **begun}],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+        "separate_reasoning": True,
+    }
+    read = reader.rendered(ChatRequest.model_validate({"model": "m", **asked}))
+    calls: ToolFormat = "harmony" if family == "gpt_oss" else "hermes"
+    whole = form(calls, **asked).choice(read, ChoicePart(0, text, finish_reason="stop"))
+    message = whole["message"]
+    thinking = text.partition("</think>")[0] if thinking is None else thinking
+    assert message.get("reasoning_content", "") == thinking
+    assert (message["content"] or "") == content
+    assert len(message.get("tool_calls", [])) == (1 if "add" in text else 0)
+    for size in (1, 3):
+        streamed = form(calls, **asked)
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        told = [streamed.delta(read, ChoicePart(0, piece))["delta"] for piece in pieces]
+        told.append(streamed.delta(read, ChoicePart(0, finish_reason="stop"))["delta"])
+        assert "".join(one.get("reasoning_content", "") for one in told) == thinking
+        assert "".join(one.get("content", "") for one in told) == content
+
+
+def test_a_call_in_thinking_that_the_content_has_begun_is_none() -> None:
+    for begun, count in (("So <think>I", 0), ("So <think>I</think>", 1), ("So I", 1)):
+        part = ChoicePart(0, f" say <tool_call>{ADD}</tool_call>", finish_reason="stop")
+        message = form("hermes").choice(ScoredPrompt(f"x{begun}", (1,), begun=begun), part)
+        assert len(message["message"].get("tool_calls", [])) == count

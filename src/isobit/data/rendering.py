@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import sha256
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -66,6 +67,8 @@ def chat_messages(
 
 
 ASSISTANT = "assistant"
+THOUGHTS = "reasoning_content", "reasoning", "thinking"
+"""The keys of messages that transformers reads a thought from."""
 
 
 def render_chat(
@@ -129,7 +132,10 @@ def _quotes_arguments(
     return json.dumps(probe)[1:-1] in unmarked(probed)
 
 
-_CONTINUED = ("content", "reasoning_content", "reasoning", "thinking")
+def begun_of(message: Message) -> tuple[str, Any]:
+    """The key of what the model goes on with in a last message of the assistant, and its value."""
+    key = next((key for key in ("content", *THOUGHTS) if message.get(key)), "content")
+    return key, message.get(key, "")
 
 
 def _render_open(
@@ -139,8 +145,7 @@ def _render_open(
     (``continue_final_message``), but with the text as it stands behind the generation prompt where
     the template leaves thoughts out of that message, or writes thoughts of its own before them.
     """
-    name = next((name for name in _CONTINUED if messages[-1].get(name)), "content")
-    begun = messages[-1].get(name, "")
+    name, begun = begun_of(messages[-1])
     if messages[-1].get("tool_calls") or not isinstance(begun, str):
         raise DataError(
             f"{row.place}: the prompt ends in a message of the assistant that calls tools, which "

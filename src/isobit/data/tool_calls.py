@@ -48,6 +48,7 @@ from isobit.data.parsed_calls import (
     function_of,
     named_call,
 )
+from isobit.data.thinking import CLOSING_TAGS, OPENING_TAGS
 from isobit.records.text import HARMONY, THINK, THOUGHT
 from isobit.util.errors import ConfigError
 
@@ -208,8 +209,8 @@ whose mark it names, but ``qwen3_coder`` and ``harmony`` only where it names ``<
 """
 
 
-_OPENS_BEGUN = "|".join(map(begun, ("<thinking>", "<think>", "[THINK]", HARMONY[0])))
-_CLOSES_BEGUN = "|".join(map(begun, ("</thinking>", "</think>", "[/THINK]", HARMONY[1])))
+_OPENS_BEGUN = "|".join(map(begun, (*OPENING_TAGS, HARMONY[0])))
+_CLOSES_BEGUN = "|".join(map(begun, (*CLOSING_TAGS, HARMONY[1])))
 _INSIDE = re.compile(rf"(?P<closes>{THOUGHT.pattern})|{_CLOSES_BEGUN}|\Z")
 _BARE = re.compile(r"\s*+(?:(?P<bare>(?=\{))|\Z)")
 

@@ -67,8 +67,8 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
-    special_tokens: bool = False
-    """Whether texts show special tokens."""
+    special_tokens: bool | frozenset[int] = False
+    """Whether texts show special tokens, or which of them."""
 
     @property
     def log_prob_temperature(self) -> float:

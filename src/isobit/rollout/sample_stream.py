@@ -48,7 +48,7 @@ class GrowingAnswer:
         self,
         tokenizer: "PreTrainedTokenizerBase",
         stop_strings: Sequence[str],
-        special: bool = False,
+        special: bool | frozenset[int] = False,
     ) -> None:
         self._text = GrowingText(tokenizer, special)
         self._stop_strings = stop_strings

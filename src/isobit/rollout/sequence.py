@@ -42,13 +42,18 @@ FIRST_RATE = 0.6
 
 
 def decode(
-    tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int], special: bool = False
+    tokenizer: "PreTrainedTokenizerBase",
+    token_ids: Sequence[int],
+    special: bool | frozenset[int] = False,
 ) -> str:
     """The text of ``token_ids`` as users and rewards see it: spaces as they are, and special tokens
-    if ``special``.
+    if ``special``, or those that it names.
 
     Raises DataError where the tokenizer has no text for them.
     """
+    if not isinstance(special, bool):
+        hidden = special_token_ids(tokenizer) - special
+        token_ids, special = [one for one in token_ids if one not in hidden], True
     try:
         text = tokenizer.decode(
             list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
@@ -86,9 +91,13 @@ class GrowingText:
     tokens at once, all of it to U+FFFD where one is wrong: the window waits for the end of the run.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", special: bool = False) -> None:
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", special: bool | frozenset[int] = False
+    ) -> None:
         self._tokenizer, self._special = tokenizer, special
-        self._bytes, self._unseen = byte_token_ids(tokenizer), special_token_ids(tokenizer)
+        self._bytes = byte_token_ids(tokenizer)
+        shown = special if isinstance(special, frozenset) else frozenset[int]()
+        self._unseen = frozenset() if special is True else special_token_ids(tokenizer) - shown
         self._window: list[int] = []
         """Tokens decoded again for context, then those whose text is not complete yet."""
         self._settled = 0  # how many of them belong to the context
@@ -110,8 +119,8 @@ class GrowingText:
         """Whether the last token that is seen is a byte, whose text may change with the next."""
         if not self._bytes:
             return False
-        unseen = frozenset() if self._special else self._unseen
-        return next((one for one in reversed(self._window) if one not in unseen), -1) in self._bytes
+        seen = (one for one in reversed(self._window) if one not in self._unseen)
+        return next(seen, -1) in self._bytes
 
 
 class StopWatch:
@@ -121,7 +130,7 @@ class StopWatch:
         self,
         tokenizer: "PreTrainedTokenizerBase",
         stop_strings: Sequence[str],
-        special: bool = False,
+        special: bool | frozenset[int] = False,
     ) -> None:
         self._text = GrowingText(tokenizer, special)
         self._stop_strings = tuple(stop_strings)

@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerBase
 from isobit.config.data import ChatConfig
 from isobit.config.environment import ToolFormat
 from isobit.data.encoding import special_token_ids
+from isobit.data.thinking import THINKING_TAGS
 from isobit.data.tool_calls import MARKS, tool_format
 from isobit.models.folder import SamplingModel
 from isobit.records.text import Prompt, SamplingParams
@@ -132,9 +133,10 @@ class ApiServer:
         with suppress(ConfigError):
             form = tool_format(reader, settings.chat)
             self._calls = form if form in MARKS else None
-        mark = reader.get_vocab().get(MARKS[self._calls]) if self._calls else None
-        self._hides_calls = mark in special_token_ids(reader)
+        known, special = reader.get_vocab(), special_token_ids(reader)
+        self._hides_calls = bool(self._calls) and known.get(MARKS[self._calls]) in special
         """Whether the text of an answer without special tokens would not show its calls."""
+        self._special_tags = {one: known[one] for one in THINKING_TAGS if known.get(one) in special}
         self._started_at = int(time.time())
 
     def app(self) -> ASGIApp:
@@ -214,7 +216,9 @@ class ApiServer:
 
     async def _chat(self, request: Request) -> Response:
         asked = await _asked(ChatRequest, request)
-        form = ChatFormat(asked, self.spelling, self._calls)
+        has_tags = asked.separate_reasoning and not self._shows_special(asked)
+        tags = self._special_tags if has_tags else {}
+        form = ChatFormat(asked, self.spelling, self._calls, tags)
         return await self._answer(
             request, asked, form, asked.n, lambda: [self._prompts.rendered(asked)]
         )
@@ -346,7 +350,7 @@ class ApiServer:
         """The beginning of each answer, the prompts, and the engine's requests for them."""
         name, settings = form.prefix + secrets.token_hex(12), self.settings
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
-        shows_special = isinstance(form, ChatFormat) and form.reads_calls and self._hides_calls
+        special = self._shows_special(asked) or frozenset(form.unseen_tags.values())
         requests = [
             EngineRequest(
                 Prompt(f"{name}/{place}", prompt.text, prompt.token_ids),
@@ -355,7 +359,7 @@ class ApiServer:
                 asked.sampling(
                     settings.sampling,
                     self._max_new_tokens(asked, len(prompt.token_ids)),
-                    shows_special,
+                    special,
                 ),
                 seed,
                 adapter=self._adapter(asked.model),
@@ -364,6 +368,15 @@ class ApiServer:
         ]
         head = {"id": name, "created": int(time.time()), "model": asked.model}
         return head, prompts, requests
+
+    def _shows_special(self, asked: GenerationRequest) -> bool:
+        """Whether texts have all special tokens: for calls, or because the request, or else the
+        server, says so.
+        """
+        if isinstance(asked, ChatRequest) and asked.shown_tools and self._hides_calls:
+            return True
+        skips = asked.skip_special_tokens
+        return bool(self.settings.sampling.special_tokens) if skips is None else not skips
 
     def _max_new_tokens(self, asked: GenerationRequest, prompt: int) -> int:
         """Raises ApiError where prompt and answer do not fit the context."""

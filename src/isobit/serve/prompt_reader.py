@@ -6,10 +6,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.data import ChatConfig
+from isobit.data.continuation import messages_of
 from isobit.data.encoding import most_characters, token_ids
 from isobit.data.harmony import writes_harmony
 from isobit.data.prompts import Noticed, prompts_of_rows
-from isobit.data.rendering import encodable
+from isobit.data.rendering import ASSISTANT, THOUGHTS, begun_of, encodable
 from isobit.data.sources import Row, row_of
 from isobit.models.folder import SamplingModel
 from isobit.rollout.sequence import decode
@@ -71,14 +72,18 @@ class PromptReader:
                 "tools: the chat template of this model does not write them, so that the model "
                 "would not see them; leave them out, or serve another model"
             )
-        return ScoredPrompt(prompt.text, prompt.token_ids)
+        last = messages_of(prompt)[-1]
+        is_open = asked.continue_final_message and last["role"] == ASSISTANT
+        return ScoredPrompt(
+            prompt.text, prompt.token_ids, begun=begun_of(last)[1] if is_open else ""
+        )
 
     def _accepted(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message that a client sends back, without its ``reasoning_content`` where gpt-oss's
-        template refuses that: beside content and calls of tools.
+        """A message that a client sends back, without its thinking where gpt-oss's template
+        refuses that: beside content and calls of tools.
         """
         if self._has_channels and message.get("content") and message.get("tool_calls"):
-            return {key: one for key, one in message.items() if key != "reasoning_content"}
+            return {key: one for key, one in message.items() if key not in THOUGHTS}
         return message
 
     def check_ids(self, ids: Sequence[int], name: str) -> None:

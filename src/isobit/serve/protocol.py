@@ -184,12 +184,12 @@ class GenerationRequest(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(
-        self, defaults: SamplingParams, max_new_tokens: int, shows_special: bool
+        self,
+        defaults: SamplingParams,
+        max_new_tokens: int,
+        special_tokens: bool | frozenset[int],
     ) -> SamplingParams:
-        """The sampling parameters; ``defaults`` are the server's. Texts hold special tokens where
-        the request says so, or ``shows_special``.
-        """
-        skips = False if shows_special else self.skip_special_tokens
+        """The sampling parameters; ``defaults`` are the server's."""
         stops = () if self.ignore_eos else defaults.stop_token_ids
         return SamplingParams(
             max_new_tokens=max_new_tokens,
@@ -199,7 +199,7 @@ class GenerationRequest(BaseModel):
             min_p=_given(self.min_p, defaults.min_p),
             stop_token_ids=tuple(sorted({*stops, *self.stop_token_ids})),
             stop_strings=(*defaults.stop_strings, *self.stop),
-            special_tokens=defaults.special_tokens if skips is None else not skips,
+            special_tokens=special_tokens,
         )
 
 

@@ -6,14 +6,15 @@ vLLM and SGLang have it: gpt-oss's always, and thinking between tags where the r
 """
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import sha256
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from isobit.config.environment import ToolFormat
 from isobit.data.harmony import AnswerReader
 from isobit.data.parsed_calls import Parsed, ToolCall, TurnReader
-from isobit.data.thinking import Portions, TaggedReader
+from isobit.data.thinking import Portions, TaggedReader, is_left_thinking
 from isobit.data.tool_calls import parameters_of, turn_reader
 from isobit.records.text import ends_in_thinking
 from isobit.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
@@ -29,6 +30,7 @@ class ResponseFormat(Protocol):
     """The ``object`` of an answer."""
     piece: str
     """The ``object`` of a chunk of a stream."""
+    unseen_tags: Mapping[str, int]  # special tokens for the reader of thinking alone, by text
 
     def choice(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]: ...
 
@@ -49,6 +51,7 @@ class CompletionFormat:
     """``POST /v1/completions``."""
 
     prefix, whole, piece = "cmpl-", "text_completion", "text_completion"
+    unseen_tags: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, asked: CompletionRequest, spelling: Spelling) -> None:
         self._asked, self._spelling = asked, spelling
@@ -111,21 +114,21 @@ class ChatFormat:
     prefix, whole, piece = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, asked: ChatRequest, spelling: Spelling, calls: ToolFormat | None = None
+        self,
+        asked: ChatRequest,
+        spelling: Spelling,
+        calls: ToolFormat | None = None,
+        unseen_tags: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        self._asked, self._spelling = asked, spelling
+        self._asked, self._spelling, self.unseen_tags = asked, spelling, unseen_tags
         self._calls: ToolFormat | None = calls if asked.shown_tools else None
         self._answers: dict[int, AnswerReader | TaggedReader] = {}
         """A reader of the thinking of each choice."""
-        self._answer_reader = AnswerReader if calls == "harmony" else TaggedReader
-        self._tells_thinking = calls == "harmony" or asked.separate_reasoning
+        self._is_harmony = calls == "harmony"
+        self._tells_thinking = self._is_harmony or asked.separate_reasoning
         self._tools = parameters_of(asked.shown_tools or ())
         self._readers: dict[int, TurnReader] = {}
         """A reader for each choice, which holds back what may be part of a call."""
-
-    @property
-    def reads_calls(self) -> bool:
-        return self._calls is not None
 
     def choice(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
         (thinking, content), calls = self._portions(prompt, part)
@@ -169,7 +172,12 @@ class ChatFormat:
         if not self._tells_thinking:
             return Portions("", text), calls
         if part.index not in self._answers:
-            self._answers[part.index] = self._answer_reader(ends_in_thinking(prompt.text))
+            is_thinking = ends_in_thinking(prompt.ahead)
+            self._answers[part.index] = (
+                AnswerReader(is_thinking)
+                if self._is_harmony
+                else TaggedReader(is_thinking, prompt.begun, self.unseen_tags)
+            )
         return self._answers[part.index].feed(text, part.finish_reason is not None), calls
 
     def _uncalled_text(
@@ -178,7 +186,9 @@ class ChatFormat:
         if self._calls is None:
             return part.text, []
         if part.index not in self._readers:
-            is_thinking = ends_in_thinking(prompt.text)
+            is_thinking = ends_in_thinking(prompt.ahead)
+            if not self._is_harmony:
+                is_thinking = is_left_thinking(is_thinking, prompt.begun)
             self._readers[part.index] = turn_reader(self._calls, self._tools, is_thinking)
         reader = self._readers[part.index]
         text = reader.feed(part.text)

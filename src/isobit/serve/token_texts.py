@@ -34,6 +34,15 @@ class ScoredPrompt:
     text: str
     token_ids: tuple[int, ...]
     scored: Scored | None = None
+    begun: str = ""
+    """The text of the last message that the model goes on with; the prompt ends with it, but
+    perhaps for white space around it.
+    """
+
+    @property
+    def ahead(self) -> str:
+        """The prompt up to ``begun``."""
+        return self.text.rstrip().removesuffix(self.begun.strip()) if self.begun else self.text
 
 
 @dataclass(slots=True)
