@@ -128,8 +128,10 @@ def _quotes_arguments(
     if not any(map(written_arguments, messages)):
         return False
     probe = json.dumps({sha256(text.encode(errors="surrogatepass")).hexdigest(): 1})
-    probed = text_of([with_probed_arguments(message, probe) for message in messages])
-    return json.dumps(probe)[1:-1] in unmarked(probed)
+    with suppress(Exception):  # of a template that takes its own tools' arguments alone
+        probed = text_of([with_probed_arguments(message, probe) for message in messages])
+        return json.dumps(probe)[1:-1] in unmarked(probed)
+    return False
 
 
 def begun_of(message: Message) -> tuple[str, Any]:
