@@ -1,6 +1,5 @@
 """Rows are rendered as text, with the tokenizer's chat template where the prompt is messages."""
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from isobit.records.messages import (
     written_arguments,
 )
 from isobit.util.errors import DataError
+from isobit.util.strict_json import json_text
 
 
 def render_row(
@@ -127,10 +127,10 @@ def _quotes_arguments(
     """
     if not any(map(written_arguments, messages)):
         return False
-    probe = json.dumps({sha256(text.encode(errors="surrogatepass")).hexdigest(): 1})
+    probe = json_text({sha256(text.encode(errors="surrogatepass")).hexdigest(): 1})
     with suppress(Exception):  # of a template that takes its own tools' arguments alone
         probed = text_of([with_probed_arguments(message, probe) for message in messages])
-        return json.dumps(probe)[1:-1] in unmarked(probed)
+        return json_text(probe)[1:-1] in unmarked(probed)
     return False
 
 

@@ -41,7 +41,6 @@ from tests.kernels.hopper.interpreted_int8_backward import turned
 from tests.kernels.triton.interpreted_e4m3 import prepare as prepare_e4m3
 from tests.kernels.triton.interpreted_gluon import interpret
 
-FORMATS: tuple[Format, ...] = ("bf16", "e4m3", "int8")
 GATES: tuple[Gate, ...] = get_args(Gate)
 
 
@@ -298,6 +297,21 @@ def whole() -> None:
     check_e4m3_backward((136, 30), 140, 200)
     for columns, tokens in ((40, 5), (256, 140)):
         check_pointwise(columns, tokens)
-    for format in FORMATS:
-        check_experts(format, 24, 40, 20)
-        check_experts(format, 136, 130, 170)
+
+
+def bf16_experts() -> None:
+    _many_experts("bf16")
+
+
+def e4m3_experts() -> None:
+    _many_experts("e4m3")
+
+
+def int8_experts() -> None:
+    _many_experts("int8")
+
+
+def _many_experts(format: Format) -> None:
+    prepare()
+    check_experts(format, 24, 40, 20)
+    check_experts(format, 136, 130, 170)

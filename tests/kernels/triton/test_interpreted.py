@@ -57,8 +57,9 @@ def test_some_of_each_format(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_backward_and_experts(tmp_path: Path) -> None:
-    run_interpreted("tests.kernels.triton.interpreted_products:whole", tmp_path)
+@pytest.mark.parametrize("what", ["whole", "bf16_experts", "e4m3_experts", "int8_experts"])
+def test_backward_and_experts(what: str, tmp_path: Path) -> None:
+    run_interpreted(f"tests.kernels.triton.interpreted_products:{what}", tmp_path)
 
 
 def test_a_model(tmp_path: Path) -> None:
