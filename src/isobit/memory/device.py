@@ -153,7 +153,8 @@ class DevicePlanner:
     can_share: bool = True  # whether the recipe lets them
     drawn: int | None = None
     """Tokens of the longest sequence that an engine can be asked for; by default the model's
-    context."""
+    context.
+    """
 
     @property
     def planned(self) -> int:

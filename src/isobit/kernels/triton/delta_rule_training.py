@@ -13,7 +13,7 @@ and K the rows of exp(G_63 - G) k,
     d S0 = exp(G_63) d S1 - W^T (K d S1) + (exp(G) q)^T dO - W^T (P^T dO)
 
 so two small products a chunk, one after the other.  Given the d S1 of all chunks, their other
-gradients are made at once (``_WholeChunks``), by twenty batched products and one solution for T.
+gradients are made at once (``_WholeChunks``), by eighteen batched products and one solution for T.
 
 Shapes: n chunks of 64 rows, H value heads; otherwise as in ``delta_rule``.
 """
@@ -245,6 +245,7 @@ class _WholeChunks:
     seen: torch.Tensor  # exp(G), [.., 64, 1]
     told: torch.Tensor  # k S0
     wanted: torch.Tensor  # r
+    shared: torch.Tensor  # A without beta
     inverse: torch.Tensor  # T
     read_by: torch.Tensor  # P
     ends: torch.Tensor  # E
@@ -259,12 +260,13 @@ class _WholeChunks:
         distance = totals[..., None] - totals[:, :, None]
         gamma = distance.masked_fill_(lower == 0, -torch.inf).exp_().float()
         seen, beta = totals.exp().float()[..., None], beta[..., None]
-        overlap = (k @ turned).mul_(gamma).mul_(beta).tril_(-1)
-        one = torch.eye(len(lower), device=k.device).expand_as(overlap)
+        shared = (k @ turned).mul_(gamma).tril_(-1)
+        one = torch.eye(len(lower), device=k.device).expand_as(shared)
+        overlap = beta * shared
         inverse = torch.linalg.solve_triangular(overlap, one, upper=False, unitriangular=True)
         told = k @ state
         return cls(
-            q, k, beta, state, gamma, seen, told, v - seen * told, inverse,
+            q, k, beta, state, gamma, seen, told, v - seen * told, shared, inverse,
             (q @ turned).mul_(gamma), gamma[:, :, -1, :, None] * k,
         )  # fmt: skip
 
@@ -290,17 +292,18 @@ class _WholeChunks:
         updates = self.inverse @ (beta * self.wanted)
         d_wanted = self.inverse.transpose(2, 3) @ (d_updates + self.ends @ d_behind)
         turned = updates.transpose(2, 3)
-        d_read_by = (d_output @ turned).mul_(self.gamma)  # times Gamma, as is d_overlap
-        d_overlap = (d_wanted @ turned).neg_().mul_(self.gamma).tril_(-1)
-        of_keys = k @ k.transpose(2, 3)
-        d_beta = (d_wanted * self.wanted).sum(-1) + (d_overlap * of_keys).sum(-1)
-        d_v, d_overlap = beta * d_wanted, beta * d_overlap
+        d_read_by, d_overlap = d_output @ turned, (d_wanted @ turned).neg_()
+        of_rows = d_overlap * self.shared
+        d_beta = (d_wanted * self.wanted).sum(-1) + of_rows.sum(-1)
+        # On the diagonal there is no difference of G.
+        of_rows = of_rows.mul_(beta).add_((d_read_by * self.read_by).tril_(-1))
+        d_read_by *= self.gamma
+        d_overlap = d_overlap.mul_(self.gamma).mul_(beta).tril_(-1)
+        d_v = beta * d_wanted
         from_state, from_behind = self.state.transpose(2, 3), d_behind.transpose(2, 3)
         d_q = d_output @ from_state
         d_ends = updates @ from_behind
-        # In FP64, since most of what is added to one G is taken away from another; without the
-        # diagonal, where there is no difference.
-        of_rows = (d_read_by * (q @ k.transpose(2, 3))).add_(d_overlap * of_keys).tril_(-1)
+        # In FP64, since most of what is added to one G is taken away from another.
         d_totals = of_rows.sum(-1, dtype=torch.float64) - of_rows.sum(-2, dtype=torch.float64)
         d_totals += _along(seen * q, d_q) - _along(seen * d_v, self.told)
         moved = _along(self.ends, d_ends)
