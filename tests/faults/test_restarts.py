@@ -18,12 +18,12 @@ import tomli_w
 from isobit.config.recipes import RunConfig
 from isobit.launch.local import launch, with_restarts
 from isobit.run.loop import train
+from tests.faults.test_rank_deaths import without_the_machine
 from tests.forked import called
 from tests.forked_ranks import forked
 from tests.worlds import free_port
 
 PROGRAM = str(Path(__file__).with_name("rank.py"))
-OF_THE_MACHINE = ("memory/", "rollout/", "waiting/")
 
 
 @pytest.fixture(scope="session")
@@ -40,14 +40,6 @@ def expected_ahead(
         return without_the_machine(outcome(root))
 
     return of
-
-
-def without_the_machine(outcome: dict[str, Any]) -> dict[str, Any]:
-    lines = [
-        {name: value for name, value in line.items() if not name.startswith(OF_THE_MACHINE)}
-        for line in outcome["metrics"]
-    ]
-    return {**outcome, "metrics": lines}
 
 
 @pytest.fixture

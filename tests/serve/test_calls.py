@@ -8,6 +8,7 @@ import pytest
 
 from isobit.config.data import ChatConfig
 from isobit.config.environment import ToolFormat
+from isobit.data.thinking import Portions
 from isobit.data.tokenizer import load_tokenizer
 from isobit.rollout.sequence import decode
 from isobit.serve.prompt_reader import PromptReader
@@ -91,6 +92,24 @@ def test_pieces_say_what_the_whole_says(
         assert last["finish_reason"] == whole["finish_reason"]
 
 
+def check_portions(
+    calls: ToolFormat | None, asked: dict[str, Any], read: ScoredPrompt, text: str, wanted: Portions
+) -> dict[str, Any]:
+    """A turn has these portions as a whole, and in pieces of any size.  -> Its message."""
+    whole = form(calls, **asked).choice(read, ChoicePart(0, text, finish_reason="stop"))
+    message: dict[str, Any] = whole["message"]
+    assert message.get("reasoning_content", "") == wanted.thinking
+    assert (message["content"] or "") == wanted.answer
+    for size in (1, 2, 3, 5, 100):
+        streamed = form(calls, **asked)
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        told = [streamed.delta(read, ChoicePart(0, piece))["delta"] for piece in pieces]
+        told.append(streamed.delta(read, ChoicePart(0, finish_reason="stop"))["delta"])
+        assert "".join(one.get("reasoning_content", "") for one in told) == wanted.thinking
+        assert "".join(one.get("content", "") for one in told) == wanted.answer
+    return message
+
+
 @pytest.mark.parametrize(
     ("calls", "prompt", "text", "thinking", "content"),
     [
@@ -125,17 +144,7 @@ def test_thinking_is_told_from_content(
 ) -> None:
     """Between tags where the request asks for it, else it is content as it was drawn."""
     read, asked = ScoredPrompt(prompt, (1, 2)), {"separate_reasoning": True}
-    whole = form(calls, **asked).choice(read, ChoicePart(0, text, finish_reason="stop"))
-    message = whole["message"]
-    assert message.get("reasoning_content", "") == thinking
-    assert (message["content"] or "") == content
-    for size in (1, 2, 5, 100):
-        streamed = form(calls, **asked)
-        pieces = [text[at : at + size] for at in range(0, len(text), size)]
-        told = [streamed.delta(read, ChoicePart(0, piece))["delta"] for piece in pieces]
-        told.append(streamed.delta(read, ChoicePart(0, finish_reason="stop"))["delta"])
-        assert "".join(one.get("reasoning_content", "") for one in told) == thinking
-        assert "".join(one.get("content", "") for one in told) == content
+    message = check_portions(calls, asked, read, text, Portions(thinking, content))
     plain = form(calls).choice(read, ChoicePart(0, text, finish_reason="stop"))["message"]
     if calls == "harmony":
         assert plain == message
@@ -318,19 +327,9 @@ def test_thinking_that_the_request_has_begun_goes_on(
     }
     read = reader.rendered(ChatRequest.model_validate({"model": "m", **asked}))
     calls: ToolFormat = "harmony" if family == "gpt_oss" else "hermes"
-    whole = form(calls, **asked).choice(read, ChoicePart(0, text, finish_reason="stop"))
-    message = whole["message"]
     thinking = text.partition("</think>")[0] if thinking is None else thinking
-    assert message.get("reasoning_content", "") == thinking
-    assert (message["content"] or "") == content
+    message = check_portions(calls, asked, read, text, Portions(thinking, content))
     assert len(message.get("tool_calls", [])) == (1 if "add" in text else 0)
-    for size in (1, 3):
-        streamed = form(calls, **asked)
-        pieces = [text[at : at + size] for at in range(0, len(text), size)]
-        told = [streamed.delta(read, ChoicePart(0, piece))["delta"] for piece in pieces]
-        told.append(streamed.delta(read, ChoicePart(0, finish_reason="stop"))["delta"])
-        assert "".join(one.get("reasoning_content", "") for one in told) == thinking
-        assert "".join(one.get("content", "") for one in told) == content
 
 
 def test_a_call_in_thinking_that_the_content_has_begun_is_none() -> None:
