@@ -58,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name in ("table", "decide", "page", "sizes"):
         commands.add_parser(name).add_argument("directory", type=Path)
     commands.choices["ladder"].add_argument(
-        "--size", choices=(*ladder.SIZES, "text"), required=True
+        "--size", choices=(*ladder.STARTS_OF, "text"), required=True
     )
     start, run = commands.choices["start"], commands.choices["run"]
     drawn = commands.choices["page"]
@@ -212,7 +212,7 @@ def climb(directory: Path, size: str, changes: list[str]) -> int:
         "output": output,
         "data.train.path": data / "ladder.solutions.jsonl",
         "data.eval.multiply.path": data / "multiply.held_out.jsonl",
-        **ladder.SIZES[size].words(),
+        **ladder.STARTS_OF[size].words(),
     }
     words = [word for key, value in keys.items() for word in (f"--{key}", value)] + changes
     return ladder.train_start(load_recipe(SftConfig, LADDER, list(map(str, words))))

@@ -21,7 +21,7 @@ DIR/start-SIZE/start.json says how many updates that took, what it solves, and i
 import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ import torch
 
 from experiments.proof import rows, runs
 from experiments.proof.suite import (
+    HYBRID,
     LADDER,
     SEED_STEP,
     Changes,
@@ -73,6 +74,8 @@ class Size:
     head_dim: int
     steps: int
     learning_rate: float
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of ``from_scratch``."""
 
     @property
     def parameters(self) -> int:
@@ -91,6 +94,7 @@ class Size:
             "from_scratch.head_dim": self.head_dim,
             "training.steps": self.steps,
             "training.learning_rate": self.learning_rate,
+            **{f"from_scratch.{key}": value for key, value in self.more.items()},
         }
 
 
@@ -101,6 +105,21 @@ SIZES: dict[str, Size] = {
     "1.1b": Size(2048, 6144, 22, 16, 8, 128, 600, 3e-4),  # Qwen3-1.7B with 22 of 28 layers
 }
 """By the parameters, with those of embeddings; ``steps`` is how many updates they may take."""
+HYBRID_SIZE = Size(
+    *(512, 1536, 8, 8, 4, 64, 800, 1e-3),
+    {
+        "family": "qwen3_5_text",
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
+)
+"""``27m`` with gated delta nets in six of eight layers and gated attention in two, 28.4 million
+parameters in all; no size of the ladder.
+"""
+STARTS_OF: Mapping[str, Size] = {**SIZES, HYBRID: HYBRID_SIZE}
+"""What a start is made of, by the name behind ``start-``."""
 PRETRAINED = "SmolLM2-135M"
 PARAMETERS = {PRETRAINED: SIZES["108m"].parameters} | {
     size: one.parameters for size, one in SIZES.items()

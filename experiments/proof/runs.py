@@ -36,7 +36,7 @@ from typing import Any
 
 from experiments.proof import rows
 from experiments.proof.rows import steps_of
-from experiments.proof.suite import LADDERS, Changes, Run
+from experiments.proof.suite import HYBRID, LADDERS, Changes, Run
 from isobit import load_config
 from isobit.commands.evaluate import evaluate_folder
 from isobit.records.text import Group
@@ -266,7 +266,7 @@ def keep_answers(run: Run, directory: Path) -> None:
     row = rows.read_row(row_path(run, directory))
     other = json.loads(answers_path(run, directory).read_text(encoding="utf-8"))
     rows.write_row(row_path(run, directory), {**row, "other_flow": other})
-    if run.task in LADDERS:
+    if run.task in (*LADDERS, HYBRID):
         shutil.rmtree(directory / "runs" / run.name / "checkpoints", ignore_errors=True)
 
 

@@ -228,6 +228,8 @@ _LARGE: Changes = {
     "training.tokens_per_microbatch": "8192",
 }
 """Of sizes whose K and V take 90 to 115 KB a token in BF16, so that four runs share a card."""
+HYBRID = "hybrid"
+"""``multiply`` from a start like ``27m`` with gated delta nets in three of four layers."""
 OUTLIERS = "stress-outliers"
 """Begins with the start in which outliers are planted (``experiments.proof.suite``)."""
 STRESSES: dict[str, Changes] = {
@@ -249,6 +251,7 @@ _CHANGED: dict[str, Changes] = {
         }
         for size, rate in _LADDER_RATES.items()
     },
+    HYBRID: {**_LADDER_SETTINGS, "training.learning_rate": _LADDER_RATES["27m"]},
 }
 _ARMS_OF: dict[str, dict[str, Changes]] = {
     "gsm": {**ARMS, **_LATER},
@@ -260,9 +263,10 @@ _ARMS_OF: dict[str, dict[str, Changes]] = {
     **dict.fromkeys(LAGS, _LAG_ARMS),
     LONG: {name: {**ARMS[name], "training.steps": "300"} for name in ("bf16", "fp8", "int8")},
     **dict.fromkeys(LADDERS, _LADDER_ARMS),
+    HYBRID: {"bf16": ARMS["bf16"], "int8-backward": _LATER["int8-backward"]},
 }
 """Arms of the tasks that have others than ``_FEW``."""
-NAMES = (*TASKS, SITES, FROM_FP8, ENGINES, LORA, LONG, *LADDERS, *STRESSES, *LAGS)
+NAMES = (*TASKS, SITES, FROM_FP8, ENGINES, LORA, LONG, *LADDERS, HYBRID, *STRESSES, *LAGS)
 """All tasks that a run may have."""
 
 
@@ -283,7 +287,7 @@ class Run:
     @property
     def start(self) -> str:
         """Of the directories that have a ``model``, the one that it begins with."""
-        if self.task in LADDERS:
+        if self.task in (*LADDERS, HYBRID):
             return f"start-{self.task.removeprefix(LADDER)}"
         return {OUTLIERS: "outliers", FROM_FP8: "start-fp8"}.get(self.task, "start")
 

@@ -21,15 +21,16 @@ from threading import Lock, Thread
 import torch
 
 from experiments.proof import runs
+from experiments.proof.ladder import PARAMETERS
 from experiments.proof.suite import LADDER, Run, run_named
 
 ROOM = 12
 """Of a card, in runs of ``27m``."""
-TAKES = {"27m": 1, "108m": 3, "443m": 6, "1.1b": 6}
+TAKES = {"27m": 1, "hybrid": 1, "108m": 3, "443m": 6, "1.1b": 6}
 """What a run takes of it, and a start of that size while it is made."""
-NEEDS = {"27m": 480, "108m": 640, "443m": 1180, "1.1b": 1200}
+NEEDS = {"27m": 480, "hybrid": 600, "108m": 640, "443m": 1180, "1.1b": 1200}
 """Seconds of a run where the card is full.  Alone the larger two take 800 and 780."""
-KV_GIB = {"27m": 4, "108m": 6, "443m": 16, "1.1b": 16}
+KV_GIB = {"27m": 4, "hybrid": 4, "108m": 6, "443m": 16, "1.1b": 16}
 
 
 class Sitting:
@@ -84,6 +85,7 @@ class Sitting:
         ladder = [*proof, "ladder", str(self._directory), "--size", size, *more]
         if self._ended(f"start-{size}", card, ladder):
             self._ready.add(size)
+        if size in PARAMETERS and size in self._ready:
             self._ended(f"flows-{size}", card, [*proof, "flows", *ladder[4:7]])
         self._take(card, -TAKES[size])
 
