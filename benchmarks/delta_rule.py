@@ -154,7 +154,8 @@ def measure_forms(shape: DeltaShape, device: str) -> Iterator[Row]:
 def older(source: Path, shape: str) -> list[Row]:
     """The rows of another tree's kernels."""
     root = Path(__file__).resolve().parents[1]
-    environ = os.environ | {"PYTHONPATH": f"{source.resolve()}{os.pathsep}{root}"}
+    paths = str(source.resolve()), str(root), os.environ.get("PYTHONPATH", "")
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "benchmarks.delta_rule", "--shape", shape]
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603
     return [json.loads(line) for line in done.stdout.splitlines()]

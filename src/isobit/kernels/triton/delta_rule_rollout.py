@@ -161,7 +161,7 @@ class RowForm:
 
 
 FEW, MANY = RowForm(32, 32, 168), RowForm(128, 16, 128)
-FEW_PAIRS = 1 << 11  # of a sequence and a value head, below which columns are spread
+FEW_PAIRS = 1 << 9  # of a sequence and a value head, below which columns are spread
 
 
 def decode(
