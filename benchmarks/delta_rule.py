@@ -3,12 +3,12 @@
     python -m benchmarks.delta_rule [--against OLDER/src] [--forms] > ROWS.jsonl
 
 ``decode`` is a step of so many sequences, whose rows are ``spread`` over their chunks or all begin
-one (``first``), or of which each fourth has ``guesses``; ``forward`` is that of training, of packed
-sequences.  Random inputs and carries; layers take turns, so that none is read from the L2 cache.
-``us`` is what a layer takes, kernels included that make rows of x; ``digest`` is of outputs,
-carries and states.  ``--against`` measures another tree in a process of its own, and says by how
-many times this one is faster and whether both digests are the same.  ``--forms`` goes through forms
-of the programs.
+one (``first``), or of which each fourth has ``guesses``; ``forward`` and ``backward`` are those of
+training, of packed sequences.  Random inputs and carries; layers take turns, so that none is read
+from the L2 cache.  ``us`` is what a layer takes, kernels included that make rows of x; ``digest``
+is of outputs, carries, states and gradients.  ``--against`` measures another tree in a process of
+its own, and says by how many times this one is faster and whether both digests are the same; those
+of ``backward`` may differ.  ``--forms`` goes through forms of the programs.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import Row, card_row, kernel_times, printed
-from isobit.kernels.operands import DeltaInputs, DeltaShape, DeltaWeights
+from isobit.kernels.operands import DeltaGradients, DeltaInputs, DeltaShape, DeltaWeights
 from isobit.kernels.spec.delta_rule import DeltaCarries
 from isobit.kernels.triton import delta_rule
 from isobit.kernels.triton.delta_rule_training import PackedDeltaRule
@@ -100,6 +100,21 @@ def forward_work(shape: DeltaShape, lengths: Sequence[int], device: str) -> tupl
     return 1, work
 
 
+def backward_work(shape: DeltaShape, lengths: Sequence[int], device: str) -> tuple[int, Work]:
+    rule = PackedDeltaRule(tuple(lengths), torch.device(device))
+    weights, inputs = random_weights(shape, device), random_inputs(shape, sum(lengths), device)
+    output, saved = rule.forward(inputs, weights)
+    d_output = torch.randn(output.shape, device=device).bfloat16()
+
+    def work(_: int) -> list[torch.Tensor]:
+        held = weights.convolution, weights.a_log, weights.dt_bias
+        gradients = DeltaGradients(*(torch.zeros_like(one, dtype=torch.float32) for one in held))
+        found = rule.backward(saved, d_output, weights, gradients)
+        return [found.x, found.a, found.b, gradients.convolution, gradients.a_log]
+
+    return 1, work
+
+
 def measured(layers: int, work: Work) -> Row:
     """Microseconds of a layer, of each kernel too, and the digest of the first layer."""
     digest = hashlib.sha256()
@@ -123,6 +138,8 @@ def cases(shape: DeltaShape, device: str) -> Iterator[tuple[Row, Callable[[], tu
     for lengths in LENGTHS:
         name = {"case": "forward", "lengths": list(lengths)}
         yield name, lambda lengths=lengths: forward_work(shape, lengths, device)
+        name = {"case": "backward", "lengths": list(lengths)}
+        yield name, lambda lengths=lengths: backward_work(shape, lengths, device)
 
 
 def measure(shape: DeltaShape, device: str) -> Iterator[Row]:
@@ -144,7 +161,8 @@ def measure_forms(shape: DeltaShape, device: str) -> Iterator[Row]:
     of_groups = [delta_rule.RuleForm(*one) for one in every]
     rollout.FEW_PAIRS = 0  # so that the form is that of many
     for name, make in cases(shape, device):
-        for form in of_rows if name["case"] == "decode" else of_groups:
+        forms = {"decode": of_rows, "forward": of_groups}
+        for form in forms.get(name["case"], ()):
             if name.get("rows", "spread") == "spread":
                 rollout.MANY, delta_rule.FORMS = form, (form,)
                 torch.manual_seed(0)

@@ -64,6 +64,9 @@ class Times:
     def step_seconds(self, rows: int, length: int) -> float:
         return 1 + self.share * (rows - 1)
 
+    def now(self) -> float:
+        return 0.0
+
 
 class Knowing(Drafter):
     """Guesses from whole sequences that it knows, each token right with a chance, and goes on for

@@ -26,6 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from math import isfinite
+from time import perf_counter
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -58,10 +59,9 @@ WAIT_S = 5e-4
 """Seconds, by estimate, in which the device has nothing to do where the host waits for its tokens
 before it plans the next step.
 """
-HOST_S = 1.5e-5
-"""Seconds, by estimate, in which the host looks up a sample's guesses and plans with them: half of
-the estimate for an H200's host and an earlier way of looking up, of whose time the present one
-takes about half where guesses are made (``benchmarks.drafts``); not measured on such a host again.
+HOST_S = 2.5e-5
+"""Seconds, by estimate, in which the host looks up a sample's guesses and plans with them; what
+they take is learnt from steps that have guesses (``isobit.rollout.drafts``).
 """
 ROWS_OF_TWICE = 40
 """Rows for which a CPU takes twice as long as for none: about what models of 2 to 60 million
@@ -84,6 +84,10 @@ class Executor(ABC, Generic[Runner]):
     """Steps for which prompts wait for others (``Scheduler``)."""
     wait_s = host_s = 0.0
     """Those of ``isobit.rollout.drafts.StepTimes``."""
+
+    def now(self) -> float:
+        """See ``isobit.rollout.drafts.StepTimes``."""
+        return 0.0
 
     def __init__(
         self, runner: Runner, make_runner: Callable[[], Runner], stats: EngineStats
@@ -290,6 +294,9 @@ class PipelinedExecutor(Executor[PipelineRunner]):
     def verifies(self, sample: Sample) -> bool:
         """Whether it goes on from a token that the host knows too."""
         return sample.on_device and sample.in_flight == 0
+
+    def now(self) -> float:
+        return perf_counter()
 
     def step_seconds(self, rows: int, length: int) -> float:
         return self.runner.step_seconds(rows, length)

@@ -12,10 +12,10 @@ and 4 a row.
     lm_head      2 C T + 4 V rows scoring, 6 C T + 4 V rows forward, 6 C T + (6 V + 4 C) rows
                  backward: a part of the logits of about 1 GiB; logits and their gradient of 2 GiB
     score head   6 C T, of a model without lm_head
-    delta rule   a token: q, k, v, decay and beta in FP32; in the backward these of each value head,
-                 dO, their gradients, and what the convolution and the norms of q and k make of x.
-                 Once: factors of the chains of u and o, and u of as many sequences; in the backward
-                 what autograd keeps of 32 chunks
+    delta rule   a token: q, k, v, decay and beta in FP32; in the backward their gradients, of each
+                 value head, and those of the convolution's output.  Once: factors of the chains of
+                 u and o, and u of as many sequences; in the backward what is made of 32 chunks, and
+                 sums of the convolution's gradient by blocks of tokens
     experts      rows of k choices a token and 127 more an expert, each like a token of the dense
                  linears; the transposed matrices of all experts of one linear
 """
@@ -65,6 +65,7 @@ more.
 """
 FACTOR_ROWS, FACTOR_COLUMNS = 32, 128  # of rows and of a value, that a program has at once
 DELTA_CHUNKS = 32  # that the backward of the delta rule takes at once
+DELTA_TOKENS = 128  # of a program of its convolution's backward
 HEAD_ROWS = 64  # the fastest products take lm_head's rows in whole tiles of so many
 _TILE = 128
 SPLIT_ROWS = 5, 64  # of an INT8 product that reads K in parts, the fewest and the most
@@ -97,16 +98,17 @@ def delta(shape: DeltaShape) -> DeltaBytes:
     key, value, heads = shape.key_dim, shape.value_dim, shape.value_heads
     rows = 4 * (2 * shape.key_heads * key + shape.values + 2 * heads)
     of_heads = 4 * heads * (2 * key + value + 2)
-    mixed = (2 * shape.width + 44) * shape.channels + 24 * heads * key
-    chunk = DELTA_CHUNK * (7 * key + 10 * value + 8 * DELTA_CHUNK) + 3 * key * value
+    mixed = 4 * shape.channels + 64 * heads
+    sums = 4 * shape.width * shape.channels
+    chunk = DELTA_CHUNK * (7 * key + 10 * value + 9 * DELTA_CHUNK) + 4 * key * value
     sequence = 2 * DELTA_CHUNK * FACTOR_ROWS * heads * -(-value // FACTOR_COLUMNS)
     at_once = max(1, FACTORS // sequence)
     return DeltaBytes(
         saved=4 * heads * key * value // DELTA_CHUNK,
         made=rows,
-        gradients=rows + 4 * shape.values + of_heads + mixed,
+        gradients=rows + of_heads + mixed + sums // DELTA_TOKENS,
         made_once=4 * at_once * (sequence + DELTA_CHUNK * shape.values),
-        gradients_once=4 * DELTA_CHUNKS * heads * chunk,
+        gradients_once=4 * DELTA_CHUNKS * heads * chunk + 2 * sums,
     )
 
 

@@ -1,0 +1,150 @@
+"""The backward of ``isobit.kernels.triton.delta_rows``: from the gradients of q, k, v, g and beta
+to those of the convolution's inputs, of a and b, and of the weights.
+
+With m the convolution's output (rounded as in the forward), s = sigmoid(m), y = m s, and of q and k
+z = y / |y|, whose gradient is summed over the value heads of a key head in ascending order:
+
+    dy      1 / |y| (dz - z <z, dz>), of v that of v
+    dm      dy s (1 + m (1 - s))                        FP32 [T, channels]
+    dx_t    sum over back = 0 .. width - 1 of dm_(t + back) w_(width - 1 - back), of one sequence
+    dw      sum over tokens of dm_t x_(t - back), by blocks of tokens, joined in one order
+
+The sums repeat their bits for the same call.  Shapes are those of ``delta_rows``.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
+import torch
+import triton
+import triton.language as tl
+
+from isobit.kernels.operands import DeltaGradients, DeltaInputs, DeltaWeights
+from isobit.kernels.spec.delta_rule import gradients_of
+from isobit.kernels.triton.delta_rows import VECTORS, padded, sigmoid
+from isobit.kernels.triton.sizes import DELTA_TOKENS
+
+_EPSILON = tl.constexpr(1e-6)
+CHANNELS = 128  # of a program of the convolution's backward
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _mixed_kernel(
+    X, CONVOLUTION, POSITION, DQ, DK_, DV_, D_MIXED, tokens, H: tl.constexpr, KH: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    VECTORS: tl.constexpr, ROOT: tl.constexpr,
+):  # fmt: skip
+    """One program VECTORS heads of q and k, or of v, as in the forward."""
+    channels: tl.constexpr = 2 * KH * DK + H * DV
+    program = tl.program_id(0).to(tl.int64)
+    of_keys = (tokens * (2 * KH) + VECTORS - 1) // VECTORS
+    is_key = program < of_keys
+    size = tl.where(is_key, DK, DV)
+    heads = tl.where(is_key, 2 * KH, H)
+    vector = tl.where(is_key, program, program - of_keys) * VECTORS
+    vector += tl.arange(0, VECTORS)[:, None]
+    t = vector // heads
+    head = (vector % heads).to(tl.int32)
+    i = tl.arange(0, SIZE)[None, :]
+    inside = (t < tokens) & (i < size)
+    channel = tl.where(is_key, 0, 2 * KH * DK) + head * size + i
+    position = tl.load(POSITION + t, mask=t < tokens, other=0)
+    total = tl.zeros([VECTORS, SIZE], tl.float32)
+    for place in tl.static_range(WIDTH):
+        back = WIDTH - 1 - place
+        at = (t - back) * channels + channel
+        x = tl.load(X + at, mask=inside & (position >= back), other=0.0).to(tl.float32)
+        factor = tl.load(CONVOLUTION + channel * WIDTH + place, mask=inside, other=0.0)
+        total += x * factor.to(tl.float32)
+    m = total.to(X.dtype.element_ty).to(tl.float32)
+    s = sigmoid(m)
+    if is_key:
+        repeat: tl.constexpr = H // KH
+        is_query = head < KH
+        of_head = (t * H + tl.where(is_query, head, head - KH) * repeat) * DK + i
+        d_unit = tl.zeros([VECTORS, SIZE], tl.float32)
+        for one in tl.static_range(repeat):
+            d_unit += tl.load(DQ + of_head + one * DK, mask=inside & is_query, other=0.0)
+            d_unit += tl.load(DK_ + of_head + one * DK, mask=inside & (head >= KH), other=0.0)
+        d_unit *= tl.where(is_query, ROOT, 1.0)
+        active = m * s
+        inverse = tl.rsqrt(tl.sum(active * active, 1)[:, None] + _EPSILON)
+        unit = active * inverse
+        d_active = inverse * (d_unit - unit * tl.sum(unit * d_unit, 1)[:, None])
+    else:
+        d_active = tl.load(DV_ + (t * H + head) * DV + i, mask=inside, other=0.0)
+    d_mixed = d_active * (s * (1.0 + m * (1.0 - s)))
+    tl.store(D_MIXED + t * channels + channel, d_mixed, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _convolution_kernel(
+    D_MIXED, X, CONVOLUTION, POSITION, DX, SUMS, tokens, channels, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """One program TOKENS x CHANNELS of dx; SUMS [blocks of tokens, WIDTH, channels]."""
+    block = tl.program_id(0).to(tl.int64)
+    t = (block * TOKENS + tl.arange(0, TOKENS))[:, None]
+    channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+    inside = (t < tokens) & (channel < channels)
+    at = t * channels + channel
+    position = tl.load(POSITION + t, mask=t < tokens, other=0)
+    d_mixed = tl.load(D_MIXED + at, mask=inside, other=0.0)
+    dx = tl.zeros([TOKENS, CHANNELS], tl.float32)
+    for back in tl.static_range(WIDTH):
+        place = WIDTH - 1 - back
+        later = tl.load(POSITION + t + back, mask=t + back < tokens, other=0)
+        is_its = inside & (t + back < tokens) & (later >= back)
+        sent = tl.load(D_MIXED + at + back * channels, mask=is_its, other=0.0)
+        factor = tl.load(CONVOLUTION + channel * WIDTH + place, mask=channel < channels, other=0.0)
+        dx += sent * factor.to(tl.float32)
+        x = tl.load(X + at - back * channels, mask=inside & (position >= back), other=0.0)
+        sums = tl.sum(d_mixed * x.to(tl.float32), 0)[None, :]
+        tl.store(SUMS + (block * WIDTH + place) * channels + channel, sums, mask=channel < channels)
+    tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=inside)
+
+
+def rows_backward(
+    inputs: DeltaInputs,
+    d_rows: tuple[torch.Tensor, ...],
+    weights: DeltaWeights,
+    positions: torch.Tensor,
+    gradients: DeltaGradients,
+) -> DeltaInputs:
+    """The gradients of x, a and b in their dtype; adds to those of the weights.
+
+    Args:
+        d_rows: FP32 of q and k by value heads [T, H, DK], v [T, H, DV], g and beta [T, H].
+        positions: int64 [T], the place of each token in its sequence.
+    """
+    shape, x = weights.shape, inputs.x
+    tokens, heads, key_heads = len(x), shape.value_heads, shape.key_heads
+    dq, dk, dv, d_decay, d_beta = d_rows
+    d_mixed = torch.empty(tokens, shape.channels, dtype=torch.float32, device=x.device)
+    vectors = triton.cdiv(tokens * 2 * key_heads, VECTORS) + triton.cdiv(tokens * heads, VECTORS)
+    _mixed_kernel[(vectors,)](
+        x, weights.convolution, positions, dq, dk, dv, d_mixed, tokens, heads, key_heads,
+        shape.key_dim, shape.value_dim, shape.width, padded(max(shape.key_dim, shape.value_dim)),
+        VECTORS, shape.key_dim**-0.5, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    dx, blocks = torch.empty_like(x), triton.cdiv(tokens, DELTA_TOKENS)
+    sums = d_mixed.new_empty(blocks, shape.width, shape.channels)
+    _convolution_kernel[(blocks, triton.cdiv(shape.channels, CHANNELS))](
+        d_mixed, x, weights.convolution, positions, dx, sums, tokens, shape.channels, shape.width,
+        DELTA_TOKENS, CHANNELS, num_warps=8,
+    )  # fmt: skip
+    gradients.convolution.add_(sums.sum(0).t())
+    given = inputs.a, inputs.b, weights.a_log, weights.dt_bias
+    da, db, d_rate, d_step = gradients_of(_steps, given, (d_decay, d_beta))
+    gradients.a_log.add_(d_rate)
+    gradients.dt_bias.add_(d_step)
+    return DeltaInputs(dx, da.to(x.dtype), db.to(x.dtype))
+
+
+def _steps(
+    a: torch.Tensor, b: torch.Tensor, rate: torch.Tensor, step: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """a and b [T, H] -> g and beta."""
+    decay = -torch.exp(rate) * torch.nn.functional.softplus(a + step)
+    return decay, 1 / (1 + torch.exp(-b))
