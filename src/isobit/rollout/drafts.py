@@ -94,16 +94,16 @@ class Drafter:
         """Of steps whose longest sequence is about so long, by rows; 0 where not asked yet."""
         self._costs = [1.0] * (SPECULATED_ROWS.bit_length() + 1)
         """What guesses cost, in multiples of the estimate: by the bits of the number of samples."""
-        self._began, self._device = 0.0, (0.0, 0.0)
+        self._began, self._device, self._guessing = 0.0, (0.0, 0.0), 0
         """Of the present step the beginning; of the last two what the device took for them, by
-        estimate, where they had guesses, else 0.
+        estimate, where they had guesses, else 0; of the last one its samples.
         """
 
     def is_worth_waiting(self, running: Sequence[Sample]) -> bool:
         """Whether guesses behind these samples are expected to be worth it that the tokens in
         flight are waited for first.
         """
-        self._learn_cost(len(running))
+        self._learn_cost()
         if self._rest:
             self._rest -= 1
             return False
@@ -118,13 +118,14 @@ class Drafter:
             self._costs[bits] += FORGOTTEN * (1 - self._costs[bits])
         return is_worth
 
-    def _learn_cost(self, samples: int) -> None:
+    def _learn_cost(self) -> None:
         """At the beginning of a step.  The last one waited for the one before it; where both had
         guesses, it took what the device took for that one, and what guesses cost.  A pause that has
         other reasons counts twice what is known at most.
         """
         began, self._began = self._began, self._times.now()
         (waited_for, own), self._device = self._device, (self._device[1], 0.0)
+        samples = self._guessing
         estimate = self._times.wait_s + self._times.host_s * samples
         if waited_for and own and estimate and self._began:
             cost, bits = max(0.0, self._began - began - waited_for) / estimate, samples.bit_length()
@@ -158,6 +159,7 @@ class Drafter:
         rates = [sample.acceptance for sample in samples]
         counts = self._counts(rates, list(map(len, found)), decoding)
         if any(counts):
+            self._guessing = len(decoding)
             rows, length = len(decoding) + sum(counts), max([one.length for one in decoding])
             self._device = self._device[0], self._seconds_of(rows, rows, length)[0]
         return [draft[:count] for draft, count in zip(found, counts, strict=True)]
