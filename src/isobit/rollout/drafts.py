@@ -119,9 +119,9 @@ class Drafter:
         return is_worth
 
     def _learn_cost(self) -> None:
-        """At the beginning of a step.  The last one waited for the one before it; where both had
-        guesses, it took what the device took for that one, and what guesses cost.  A pause that has
-        other reasons counts twice what is known at most.
+        """The last step, which ends here, waited for the one before it; where both had guesses, it
+        took what the device took for that one, and what guesses cost.  A pause that has other
+        reasons counts twice what is known at most.
         """
         began, self._began = self._began, self._times.now()
         (waited_for, own), self._device = self._device, (self._device[1], 0.0)
