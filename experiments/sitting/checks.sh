@@ -36,6 +36,7 @@ hybrids() {  # OLDER is another tree, where its kernels are to be compared
   python3 -m benchmarks.delta_rule ${OLDER:+--against $OLDER/src} --forms > /tmp/portable/delta-rule.jsonl; since "delta rule: $?"
   for shape in qwen3.5-9b qwen3-8b; do
     python3 -m benchmarks.rollout steps --precisions int8 --counts 1,32,256 --shape $shape --out /tmp/portable/hybrid
+    python3 -m benchmarks.rollout native --precision int8 --cases prefill --shape $shape --out /tmp/portable/hybrid
     python3 -m benchmarks.training pass native int8:2048x4:none --shape $shape --out /tmp/portable/hybrid; since "$shape: $?"
   done
   tail -n +1 /tmp/portable/hybrid/* /tmp/portable/delta-rule.jsonl
