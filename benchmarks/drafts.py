@@ -75,6 +75,9 @@ class Streams:
         size = rows if is_costly else next(size for size in SIZES if size >= rows)
         return STEP_S * (1 + self._row_share * size + 1e-6 * length)
 
+    def now(self) -> float:
+        return 0.0
+
     def prefill(self, plan: Plan) -> States:
         return States(torch.zeros(len(plan), 1))
 

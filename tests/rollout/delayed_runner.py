@@ -76,6 +76,9 @@ class DelayedRunner:
     def step_seconds(self, rows: int, length: int) -> float:
         return 1.0
 
+    def now(self) -> float:
+        return 0.0
+
     def prefill(self, plan: Plan) -> States:
         batch = build_batch(plan, self.page_tokens)
         return self.model.forward(batch).take(torch.tensor(batch.paged.counts).cumsum(0) - 1)

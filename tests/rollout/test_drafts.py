@@ -578,15 +578,19 @@ class Clocked(Times):
 
     def steps(self, drafter: Drafter, samples: Sequence[Sample], count: int, cost: float) -> int:
         """Let ``count`` steps pass, whose guesses cost so much.  -> Those with guesses."""
-        guessed, before = 0, 1.0
+        guessed = made = 0
         for _ in range(count):
+            waits = made or drafter.is_worth_waiting(samples)
+            drafter.begin_plan()
             made = 0
-            if drafter.is_worth_waiting(samples):
+            if waits:
                 drafts = drafter.drafts(samples, [7] * len(samples), samples)
                 made = sum(map(len, drafts))
+            rows = len(samples) + made
+            if made:
+                drafter.end_plan(rows, samples)
             guessed += bool(made)
-            self.seconds += before + cost * bool(made)
-            before = self.step_seconds(len(samples) + made, 0)
+            self.seconds += self.step_seconds(rows, 0) + cost * bool(made)
         return guessed
 
 
@@ -607,7 +611,36 @@ def test_what_guesses_cost_is_learnt_from_steps_that_have_them() -> None:
     assert dear.steps(drafter, samples, 200, 9.0) < 30
     few = decoding(0.6, 0.6)
     assert dear.steps(drafter, few, LONGEST_REST + 50, 0.6) >= 50, "few cost what they did"
-    assert dear.steps(drafter, samples, 4000, 0.9) > 3000, "tried again after a while"
+    assert dear.steps(drafter, samples, 4000, 0.9) > 2000, "tried again after a while"
+    short = Clocked(-0.001, wait_s=0.5, host_s=0.05)
+    drafter = clocked(short)
+    assert short.steps(drafter, samples, 4000, 0.0) == 4000
+    assert short.steps(drafter, samples, 200, 9.0) < 60, "what cost nothing can become dear"
+
+
+class Ticking(DelayedRunner):
+    """Its clock says what steps take, and that those with guesses cost so much more."""
+
+    seconds, cost = 1.0, 0.0
+
+    def decode(self, samples: Sequence[Sample]) -> None:
+        super().decode(samples)
+        self.seconds += 1.0 + self.cost * any(sample.draft for sample in samples)
+
+    def now(self) -> float:
+        return self.seconds
+
+
+def test_an_engine_makes_fewer_guesses_where_they_have_cost_more_than_they_gain() -> None:
+    first, drafted = replace(request(0, 9, 2, max_new_tokens=120), seed=5), list[int]()
+    for cost in (0.1, 20.0):
+        engine, _ = make_engine(wrap=Ticking, speculation=8)
+        runner = engine._executor.runner
+        assert isinstance(runner, Ticking)
+        runner.cost, engine._executor.wait_s = cost, 0.1
+        generate(engine, [first])
+        drafted.append(engine.stats.drafted_tokens)
+    assert drafted[1] < drafted[0] / 2, drafted
 
 
 def test_a_pause_is_not_taken_for_what_guesses_cost() -> None:

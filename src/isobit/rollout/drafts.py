@@ -16,7 +16,9 @@ weight is 0.
 **How many.** Of a sample's j-th guess the chance of being accepted is a^j, where a is the rate at
 which the table has foretold the sample's last tokens, whether these were guessed or not. The
 likeliest guesses of all samples stand in a step, as many as give the most expected tokens a second
-by the device's times of steps (``StepTimes``); none where that is no more than without any.
+by the device's times of steps (``StepTimes``); none where that is no more than without any. A step
+with guesses has to be waited for, and what that costs is learnt from such steps by a clock, so the
+number of guesses depends on it, and nothing else does.
 """
 
 from bisect import bisect_left
@@ -46,6 +48,8 @@ LEARNT, FORGOTTEN = 0.2, 0.02
 """How far what guesses are taken to cost moves to what they have cost in a step, and back to the
 estimate where none are worth it.
 """
+LEAST_COST = 1 / 8
+"""Of the estimate: where steps are shorter than by theirs, guesses can still become dear."""
 
 
 class StepTimes(Protocol):
@@ -64,7 +68,9 @@ class StepTimes(Protocol):
         ...
 
     def now(self) -> float:
-        """Seconds of a clock; always 0 where a step takes no longer."""
+        """Seconds of a clock; always 0 where costs are not learnt: a step takes no longer, or ranks
+        have to guess alike.
+        """
         ...
 
     def step_seconds(self, rows: int, length: int) -> float:
@@ -94,16 +100,17 @@ class Drafter:
         """Of steps whose longest sequence is about so long, by rows; 0 where not asked yet."""
         self._costs = [1.0] * (SPECULATED_ROWS.bit_length() + 1)
         """What guesses cost, in multiples of the estimate: by the bits of the number of samples."""
-        self._began, self._device, self._guessing = 0.0, (0.0, 0.0), 0
-        """Of the present step the beginning; of the last two what the device took for them, by
-        estimate, where they had guesses, else 0; of the last one its samples.
+        self._began = 0.0
+        """When the last step was planned."""
+        self._planned: tuple[float, int] | None = None
+        """What the device takes for it, by estimate, and how many samples it decodes, where it has
+        guesses and nothing else than decoding samples.
         """
 
     def is_worth_waiting(self, running: Sequence[Sample]) -> bool:
         """Whether guesses behind these samples are expected to be worth it that the tokens in
         flight are waited for first.
         """
-        self._learn_cost()
         if self._rest:
             self._rest -= 1
             return False
@@ -118,24 +125,31 @@ class Drafter:
             self._costs[bits] += FORGOTTEN * (1 - self._costs[bits])
         return is_worth
 
-    def _learn_cost(self) -> None:
-        """The last step, which ends here, waited for the one before it; where both had guesses, it
-        took what the device took for that one, and what guesses cost.  A pause that has other
-        reasons counts twice what is known at most.
+    def begin_plan(self) -> None:
+        """Learn, where the last step had guesses, what they cost: it was waited for, and the time
+        since it was planned is what the device took for it and what nobody would have waited for.
+        A pause that has other reasons counts twice what is known at most.
         """
         began, self._began = self._began, self._times.now()
-        (waited_for, own), self._device = self._device, (self._device[1], 0.0)
-        samples = self._guessing
-        estimate = self._times.wait_s + self._times.host_s * samples
-        if waited_for and own and estimate and self._began:
-            cost, bits = max(0.0, self._began - began - waited_for) / estimate, samples.bit_length()
+        if self._planned is not None and self._began:
+            device_s, samples = self._planned
+            estimate = self._times.wait_s + self._times.host_s * samples
+            cost, bits = (self._began - began - device_s) / estimate, samples.bit_length()
             known = self._costs[bits]
-            self._costs[bits] += LEARNT * (min(cost, 2 * known) - known)
+            known += LEARNT * (min(cost, 2 * known) - known)
+            self._costs[bits] = max(known, LEAST_COST)
+        self._planned = None
+
+    def end_plan(self, rows: int, decoding: Sequence[Sample]) -> None:
+        """The step that is planned has these decoding samples, and guesses behind them, in so many
+        rows, and nothing else.
+        """
+        length = max([sample.length for sample in decoding])
+        self._planned = self._seconds_of(rows, rows, length)[0], len(decoding)
 
     def _is_worth_waiting(self, running: Sequence[Sample]) -> bool:
         rows, length = len(running), max([sample.length for sample in running])
-        wait_s = self._times.wait_s + self._times.host_s * rows
-        wait_s *= self._costs[rows.bit_length()]
+        wait_s = self._wait_s(rows)
         accepted = sum([_most_accepted(sample) for sample in running])
         now, later = self._seconds_of(rows, rows + 1, length)
         if (rows + accepted) * now <= rows * (later + wait_s):
@@ -157,12 +171,14 @@ class Drafter:
             for sample, room in zip(samples, rooms, strict=True)
         ]
         rates = [sample.acceptance for sample in samples]
-        counts = self._counts(rates, list(map(len, found)), decoding)
-        if any(counts):
-            self._guessing = len(decoding)
-            rows, length = len(decoding) + sum(counts), max([one.length for one in decoding])
-            self._device = self._device[0], self._seconds_of(rows, rows, length)[0]
+        wait_s = self._wait_s(len(decoding))  # in front of the next step, if this one has guesses
+        counts = self._counts(rates, list(map(len, found)), decoding, wait_s=wait_s)
         return [draft[:count] for draft, count in zip(found, counts, strict=True)]
+
+    def _wait_s(self, samples: int) -> float:
+        """What a step with guesses behind so many samples is taken to take longer."""
+        estimate = self._times.wait_s + self._times.host_s * samples
+        return self._costs[samples.bit_length()] * estimate
 
     def _worth(self, sample: Sample) -> int:
         """How many guesses behind a sample are likely enough to be looked up."""

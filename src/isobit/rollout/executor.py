@@ -26,7 +26,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from math import isfinite
-from time import perf_counter
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -296,7 +295,7 @@ class PipelinedExecutor(Executor[PipelineRunner]):
         return sample.on_device and sample.in_flight == 0
 
     def now(self) -> float:
-        return perf_counter()
+        return self.runner.now()
 
     def step_seconds(self, rows: int, length: int) -> float:
         return self.runner.step_seconds(rows, length)

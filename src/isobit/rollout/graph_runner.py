@@ -335,6 +335,11 @@ class GraphRunner:
             routings = outputs[2:]
         self._drawn.append(DrawnFor(samples, drawn, routings[0][:n].clone() if routings else None))
 
+    def now(self) -> float:
+        """0 on ranks that share the engine, whose clocks differ."""
+        ranks = self._policy.weights("rollout").tensor_parallel.world.size
+        return perf_counter() if ranks == 1 else 0.0
+
     @torch.no_grad()
     def step_seconds(self, rows: int, length: int) -> float:
         """Measured when a step of this size is first asked about, between the times of two lengths

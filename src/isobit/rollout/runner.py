@@ -164,6 +164,10 @@ class PipelineRunner(PageStore, Protocol):
         """See ``isobit.rollout.drafts.StepTimes``; guesses are among the rows."""
         ...
 
+    def now(self) -> float:
+        """See ``isobit.rollout.drafts.StepTimes``."""
+        ...
+
     def prefill(self, plan: Plan) -> States:
         """Put tokens that the host knows through the model; what it leaves of each chunk's last
         token.  All have one adapter.

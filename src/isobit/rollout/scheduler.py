@@ -205,6 +205,8 @@ class Scheduler:
         """The next forward; empty only if a sample can start without one, or if a token in flight
         is the last of its sample.
         """
+        if self._drafter is not None:
+            self._drafter.begin_plan()
         self._reserve_for_running()
         decoding: list[Sample] = []
         behind: list[Sample] = []
@@ -445,6 +447,9 @@ class Scheduler:
                 sample.draft = draft[:count]
                 plan[place] = sample, 1 + count
                 budget -= count
+        rows = sum(count for _, count in plan)
+        if rows > len(plan) == len(decoding):
+            self._drafter.end_plan(rows, decoding)
 
     def _reserve_behind(self, sample: Sample, count: int) -> int:
         """How many of ``count`` places behind a running sample's tokens have a page of its own; it
