@@ -154,7 +154,7 @@ class FactorsForm:
 
 
 FORMS = {FEW_ROWS: FactorsForm(32, 4), CHUNK: FactorsForm(32, 8)}
-"""By the most new rows of a chunk."""
+"""Its forms by the most new rows of a chunk."""
 
 
 def pieces(chunks: tuple[int, ...], most: int) -> Iterator[tuple[int, int, int, int]]:
