@@ -39,7 +39,7 @@ TYPES = {
 }
 HEADS = {"H": 32, "KH": 16, "DK": 128, "DV": 128}
 OF_CARRIES = "READ", "KEYS"
-SPILLED = {CHUNK: {86: 12, 89: 12}}
+SPILLED = {CHUNK: {86: 16, 89: 16}}
 """Bytes of a thread by the rows of a program, and by generation."""
 
 
