@@ -4,13 +4,15 @@ beside the plan on the card.
     python -m benchmarks.memory plan [--shape qwen3-8b] [--gib 139.2]
     python -m benchmarks.memory speed
     python -m benchmarks.memory measure --precision fp8 --recompute full --tokens 16384
-        --length 16384 [--moments fp8] [--offload-moments] [--kv-memory-gib 50] --out DIR
+        --length 16384 [--moments fp8] [--offload-moments] [--kv-memory-gib 50] [--lora-rank 32]
+        [--limit-gib 22.5] --out DIR
 
 plan     the tables of docs/memory.md: BF16 moments where they do not say others, micro-batches of
          4,096 and 16,384 tokens in sequences of as many.
 speed    writes the rows that an estimate of a run's time rests on (isobit.memory.speed).
 measure  a rollout with the planned KV cache and an update over two full micro-batches, by turns, as
-         a run makes them; a plan that does not fit is refused.
+         a run makes them; a plan that does not fit is refused.  With a limit the plan is of so
+         much, and torch's allocator gets no more, as on a smaller card.
 
 Of the two measured steps the second counts, which has moments from its beginning.  The rollout has
 prompts of the case's length, and more short ones than fit a batch.  Where moments are on the host
@@ -39,6 +41,7 @@ from benchmarks.cases import (
     precision_of,
 )
 from benchmarks.common import (
+    CARD,
     Commands,
     Row,
     RowWriter,
@@ -49,6 +52,7 @@ from benchmarks.common import (
     run_command,
     versions,
 )
+from isobit.config.lora import LORA_TARGETS
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import Moments, Recompute, TrainingConfig
 from isobit.memory.cache_size import RESERVE, forward_bytes
@@ -56,6 +60,7 @@ from isobit.memory.device import DevicePlanner
 from isobit.memory.sharing import DeviceSharing
 from isobit.memory.speed import ROWS as SPEED_ROWS
 from isobit.memory.speed import SpeedShape, StepWork, estimate_step
+from isobit.models.config import Lora
 from isobit.models.policy import random_policy
 from isobit.models.shapes import model_shape
 from isobit.rollout.engine import generate
@@ -97,6 +102,8 @@ def make_commands() -> Commands:
     command.add_argument(
         "--kv-memory-gib", type=float, help="of the KV cache; by default all that is left"
     )
+    command.add_argument("--lora-rank", type=int, help="train adapters of all linears alone")
+    command.add_argument("--limit-gib", type=float, help="what a process has of a smaller card")
     return commands
 
 
@@ -185,7 +192,8 @@ def measure(arguments: argparse.Namespace) -> None:
     )
     writer = RowWriter(arguments.out, "native", case.mode, case.shape, measure_card(), versions())
     settings = arguments.moments, arguments.offload_moments, arguments.kv_memory_gib
-    writer.write(kind="memory", **case.fields, **two_steps(case, *settings))
+    more = {"limit_gib": arguments.limit_gib, "lora_rank": arguments.lora_rank}
+    writer.write(kind="memory", **case.fields, **more, **two_steps(case, *settings, **more))
 
 
 def write_speed() -> None:
@@ -341,7 +349,8 @@ def two_steps(
     moments: Moments,
     offload_moments: bool,
     kv_memory_gib: float | None = None,
-    device: str = "cuda",
+    limit_gib: float | None = None,
+    lora_rank: int | None = None,
 ) -> Row:
     """GiB by phase and part, planned and measured, and the seconds of the second step.  Raises
     ConfigError for a plan that does not fit.
@@ -353,11 +362,16 @@ def two_steps(
         tokens_per_microbatch=case.tokens,
         offload_moments=offload_moments,
     )
-    precision = precision_of(case.mode)
-    plan = card_planner(case.config, case.mode).plan(rollout, training, case.length)
+    config, total = case.config, None
+    if lora_rank is not None:
+        config = replace(config, lora=Lora(lora_rank, 2.0 * lora_rank, LORA_TARGETS))
+    if limit_gib is not None:
+        total = int(limit_gib * GIB)
+        torch.cuda.set_per_process_memory_fraction(total / torch.cuda.mem_get_info()[1])
+    plan = card_planner(config, case.mode, total).plan(rollout, training, case.length)
     print("\n".join(plan.describe()), file=sys.stderr, flush=True)
     allocate_in_pages()
-    policy = random_policy(case.config, precision, seed=0, device=device)
+    policy = random_policy(config, precision_of(case.mode), seed=0, device=CARD)
     engine = NativeEngine(policy, rollout.model_copy(update={"kv_pages": plan.pages}), None, seed=0)
     trainer, batches = Trainer(policy, training, total_updates=1000), case.batches(2)
     turns, clock = DeviceSharing(plan, engine, trainer), BothWays()

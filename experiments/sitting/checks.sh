@@ -24,6 +24,30 @@ by_rollouters() {
   isobit train recipes/quickstart.toml --device cuda --async.max_staleness 2 --cluster.processes 2 --cluster.rollouters 1 --output /tmp/apart
   since "trained: $?"; isobit replay /tmp/apart; since "replayed: $?"
 }
+small_cards() {
+  for one in "qwen3-8b mlp 4096 bf16 --lora-rank 32" "qwen3-8b full 4096 bf16 --lora-rank 32" "qwen3-1.7b full 1024 fp8"; do
+    set -- $one
+    python3 -m benchmarks.memory measure --shape $1 --precision int8 --recompute $2 --tokens $3 --length $3 --moments $4 "${@:5}" \
+      --limit-gib 22.5 --back-end triton --out /tmp/portable/small; since "$one: $?"
+  done
+  tail -n +1 /tmp/portable/small/*
+}
+hybrids() {  # OLDER is another tree, where its kernels are to be compared
+  python3 -m benchmarks.delta_rule ${OLDER:+--against $OLDER/src} --forms > /tmp/portable/delta-rule.jsonl; since "delta rule: $?"
+  for shape in qwen3.5-9b qwen3-8b; do
+    python3 -m benchmarks.rollout steps --precisions int8 --counts 1,32,256 --shape $shape --out /tmp/portable/hybrid
+    python3 -m benchmarks.rollout native --precision int8 --cases prefill --shape $shape --out /tmp/portable/hybrid
+    python3 -m benchmarks.training pass native int8:2048x4:none --shape $shape --out /tmp/portable/hybrid; since "$shape: $?"
+  done
+  tail -n +1 /tmp/portable/hybrid/* /tmp/portable/delta-rule.jsonl
+}
+sanitized() {  # where the machine has a sanitizer that takes the card; each allocation is one of CUDA's, so that what lies beside it is seen
+  for tool in memcheck racecheck; do
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -k 20 ${SANITIZED:-240} compute-sanitizer --tool $tool --error-exitcode 9 --print-limit 20 python3 -m pytest \
+      -x -v -p no:cacheprovider --back-end triton tests/gpu/test_gemm.py tests/gpu/test_int8.py tests/gpu/test_attention.py tests/gpu/test_delta_rule.py
+    since "$tool: $?"
+  done
+}
 timings() {
   for one in hopper triton; do
     for flow in int8 bf16; do
@@ -36,10 +60,11 @@ timings() {
 if [ ${#cards[@]} = 1 ]; then  # what takes a card's memory or time waits for the tests
   export CUDA_VISIBLE_DEVICES=${cards[0]}
   tests -n 7 $(one_card) > /tmp/hopper.log 2>&1 & tests -n 7 --back-end triton $(one_card) > /tmp/portable.log 2>&1; wait
-  by_commands > /tmp/commands.log 2>&1; timings > /tmp/timings.log 2>&1; by_server > /tmp/server.log 2>&1; touch /tmp/queue.ended; exit
+  by_commands > /tmp/commands.log 2>&1; timings > /tmp/timings.log 2>&1; by_server > /tmp/server.log 2>&1
+  for one in hybrids small_cards sanitized; do $one > /tmp/$one.log 2>&1; done; touch /tmp/queue.ended; exit
 fi
 (CUDA_VISIBLE_DEVICES=${cards[0]} tests -n 12 $(one_card) > /tmp/hopper.log 2>&1) &
-(CUDA_VISIBLE_DEVICES=${cards[1]} timings > /tmp/timings.log 2>&1) &
+(export CUDA_VISIBLE_DEVICES=${cards[1]}; for one in timings hybrids small_cards sanitized; do $one > /tmp/$one.log 2>&1; done) &
 (CUDA_VISIBLE_DEVICES=${cards[2]},${cards[3]} tests -n 4 $SEVERAL > /tmp/several.log 2>&1
 CUDA_VISIBLE_DEVICES=${cards[2]},${cards[3]} by_rollouters > /tmp/rollouters.log 2>&1
 CUDA_VISIBLE_DEVICES=${cards[2]} tests -n 12 --back-end triton $(one_card) > /tmp/portable.log 2>&1) &

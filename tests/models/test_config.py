@@ -673,7 +673,8 @@ def test_no_mutation_gives_a_traceback_or_another_shape_in_silence() -> None:
 
 
 PARAMETERS = {
-    "qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360, "qwen2.5-0.5b": 494_032_768,
+    "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-8b": 8_190_735_360,
+    "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-7b": 7_615_616_512, "qwen3-32b": 32_762_123_264, "smollm2-135m": 134_515_008,
     "smollm2-360m": 361_821_120, "llama-3.2-1b": 1_235_814_400, "llama-3.1-8b": 8_030_261_248,
     "mistral-7b": 7_241_732_096, "qwen3-30b-a3b": 30_532_122_624, "mixtral-8x7b": 46_702_792_704,

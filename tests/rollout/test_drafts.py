@@ -23,7 +23,7 @@ from isobit.memory.cache_size import SPECULATED_ROWS, CacheSize, forward_bytes
 from isobit.models.function import SampledPolicy
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rollout.drafts import Drafter, StepTimes
+from isobit.rollout.drafts import LONGEST_REST, Drafter, StepTimes
 from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Handle, Request
@@ -565,6 +565,57 @@ def test_nothing_is_looked_up_for_a_while_where_guesses_were_not_worth_it() -> N
     drafter._times = Times(0.05)
     waits = [drafter.is_worth_waiting(samples) for _ in range(200)]
     assert waits == [False] * 22 + [True] * 178
+
+
+@dataclass
+class Clocked(Times):
+    """Its clock says what a step of such a device and host takes; the estimate may be wrong."""
+
+    seconds: float = 0.0
+
+    def now(self) -> float:
+        return 1.0 + self.seconds
+
+    def steps(self, drafter: Drafter, samples: Sequence[Sample], count: int, cost: float) -> int:
+        """Let ``count`` steps pass, whose guesses cost so much.  -> Those with guesses."""
+        guessed, before = 0, 1.0
+        for _ in range(count):
+            made = 0
+            if drafter.is_worth_waiting(samples):
+                drafts = drafter.drafts(samples, [7] * len(samples), samples)
+                made = sum(map(len, drafts))
+            guessed += bool(made)
+            self.seconds += before + cost * bool(made)
+            before = self.step_seconds(len(samples) + made, 0)
+        return guessed
+
+
+def clocked(times: Clocked) -> Drafter:
+    """Guesses 7 tokens behind every sample; rates are left as they are."""
+    drafter = Drafter(7, times)
+    drafter.note = lambda *samples: None
+    drafter.draft = lambda sample, most: [1] * most
+    return drafter
+
+
+def test_what_guesses_cost_is_learnt_from_steps_that_have_them() -> None:
+    """By powers of two of the samples, whose costs a sample are not the same."""
+    samples = decoding(*[0.8] * 8)
+    cheap, dear = (Clocked(0.01, wait_s=0.5, host_s=0.05) for _ in range(2))
+    assert cheap.steps(clocked(cheap), samples, 200, 0.9) == 200, "as estimated"
+    drafter = clocked(dear)
+    assert dear.steps(drafter, samples, 200, 9.0) < 30
+    few = decoding(0.6, 0.6)
+    assert dear.steps(drafter, few, LONGEST_REST + 50, 0.6) >= 50, "few cost what they did"
+    assert dear.steps(drafter, samples, 4000, 0.9) > 3000, "tried again after a while"
+
+
+def test_a_pause_is_not_taken_for_what_guesses_cost() -> None:
+    samples, times = decoding(*[0.8] * 8), Clocked(0.01, wait_s=0.5, host_s=0.05)
+    drafter = clocked(times)
+    assert times.steps(drafter, samples, 20, 0.9) == 20
+    times.seconds += 1e6  # a tool, a trainer
+    assert times.steps(drafter, samples, 100, 0.9) == 100
 
 
 def test_unlikely_guesses_are_not_looked_up() -> None:

@@ -62,6 +62,7 @@ SHAPES: dict[str, ModelConfig] = {
         "llama", 49152, 960, 2560, 32, 15, 5, 64, 8192, 1e-5, 1e5, tied_embeddings=True
     ),
     "qwen3-0.6b": _qwen3(hidden=1024, mlp=3072, layers=28, heads=16, tied=True),
+    "qwen3-1.7b": _qwen3(hidden=2048, mlp=6144, layers=28, heads=16, tied=True),
     "qwen3-8b": _qwen3(hidden=4096, mlp=12288, layers=36, heads=32),
     "qwen2.5-0.5b": ModelConfig(
         "qwen2", 151936, 896, 4864, 24, 14, 2, 64, 32768, 1e-6, 1e6, tied_embeddings=True

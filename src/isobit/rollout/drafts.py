@@ -42,7 +42,7 @@ LENGTHS = 64
 """Tokens of a sequence in which the times of steps are taken to be equal."""
 TOGETHER, TOGETHER_EACH = 64, 12
 """New tokens of several samples, and of each of these, from which on numpy notes them faster."""
-LEARNT, FORGOTTEN = 0.1, 0.02
+LEARNT, FORGOTTEN = 0.2, 0.02
 """How far what guesses are taken to cost moves to what they have cost in a step, and back to the
 estimate where none are worth it.
 """
@@ -92,18 +92,18 @@ class Drafter:
         """The chance that a guess must have to be looked up."""
         self._length, self._seconds = 0, list[float]()
         """Of steps whose longest sequence is about so long, by rows; 0 where not asked yet."""
-        self._cost = 1.0
-        """What guesses cost, in multiples of the estimate."""
-        self._began, self._device = 0.0, (0.0, 0.0)
+        self._costs = [1.0] * (SPECULATED_ROWS.bit_length() + 1)
+        """What guesses cost, in multiples of the estimate: by the bits of the number of samples."""
+        self._began, self._device, self._guessing = 0.0, (0.0, 0.0), 0
         """Of the present step the beginning; of the last two what the device took for them, by
-        estimate, where they had guesses, else 0.
+        estimate, where they had guesses, else 0; of the last one its samples.
         """
 
     def is_worth_waiting(self, running: Sequence[Sample]) -> bool:
         """Whether guesses behind these samples are expected to be worth it that the tokens in
         flight are waited for first.
         """
-        self._learn_cost(len(running))
+        self._learn_cost()
         if self._rest:
             self._rest -= 1
             return False
@@ -114,24 +114,28 @@ class Drafter:
         self._last_rest = 0 if is_worth else min(LONGEST_REST, 2 * self._last_rest + 1)
         self._rest = self._last_rest
         if not is_worth:
-            self._cost += FORGOTTEN * (1 - self._cost)
+            bits = len(running).bit_length()
+            self._costs[bits] += FORGOTTEN * (1 - self._costs[bits])
         return is_worth
 
-    def _learn_cost(self, samples: int) -> None:
-        """At the beginning of a step.  The last one waited for the one before it; where both had
-        guesses, it took what the device took for that one, and what guesses cost.  A pause that has
-        other reasons counts twice what is known at most.
+    def _learn_cost(self) -> None:
+        """The last step, which ends here, waited for the one before it; where both had guesses, it
+        took what the device took for that one, and what guesses cost.  A pause that has other
+        reasons counts twice what is known at most.
         """
         began, self._began = self._began, self._times.now()
         (waited_for, own), self._device = self._device, (self._device[1], 0.0)
+        samples = self._guessing
         estimate = self._times.wait_s + self._times.host_s * samples
         if waited_for and own and estimate and self._began:
-            cost = max(0.0, self._began - began - waited_for) / estimate
-            self._cost += LEARNT * (min(cost, 2 * self._cost) - self._cost)
+            cost, bits = max(0.0, self._began - began - waited_for) / estimate, samples.bit_length()
+            known = self._costs[bits]
+            self._costs[bits] += LEARNT * (min(cost, 2 * known) - known)
 
     def _is_worth_waiting(self, running: Sequence[Sample]) -> bool:
         rows, length = len(running), max([sample.length for sample in running])
-        wait_s = self._cost * (self._times.wait_s + self._times.host_s * rows)
+        wait_s = self._times.wait_s + self._times.host_s * rows
+        wait_s *= self._costs[rows.bit_length()]
         accepted = sum([_most_accepted(sample) for sample in running])
         now, later = self._seconds_of(rows, rows + 1, length)
         if (rows + accepted) * now <= rows * (later + wait_s):
@@ -155,6 +159,7 @@ class Drafter:
         rates = [sample.acceptance for sample in samples]
         counts = self._counts(rates, list(map(len, found)), decoding)
         if any(counts):
+            self._guessing = len(decoding)
             rows, length = len(decoding) + sum(counts), max([one.length for one in decoding])
             self._device = self._device[0], self._seconds_of(rows, rows, length)[0]
         return [draft[:count] for draft, count in zip(found, counts, strict=True)]

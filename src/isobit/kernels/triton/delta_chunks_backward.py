@@ -30,7 +30,7 @@ _CHUNK = tl.constexpr(CHUNK)
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
+class ChunkBlock:
     """n chunks: a few consecutive ones of some sequences, those of one place together, the longest
     sequence first.
     """
@@ -207,7 +207,7 @@ def _scatter_kernel(
 
 
 def put_gradients(
-    chunks: Chunks,
+    chunks: ChunkBlock,
     rows: DeltaRows,
     d_output: torch.Tensor,
     state: torch.Tensor,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from isobit.kernels.operands import DeltaGradients, DeltaInputs, DeltaWeights
-from isobit.kernels.triton.delta_chunks_backward import Chunks, put_gradients
+from isobit.kernels.triton.delta_chunks_backward import ChunkBlock, put_gradients
 from isobit.kernels.triton.delta_rows import CHUNK, DeltaBatch, reach_of, rows_of
 from isobit.kernels.triton.delta_rows_backward import rows_backward
 from isobit.kernels.triton.delta_rule import KeptStates, apply_rule
@@ -43,7 +43,7 @@ class SavedDeltaRule:
 class _Block:
     """Chunks that are taken together, and where the states in front of them are."""
 
-    chunks: Chunks
+    chunks: ChunkBlock
     begun: int  # chunks at the start of a sequence, which come first; their states are zeros
     states: torch.Tensor  # int64 [n - begun]: the places of the states in front of the others
 
@@ -137,7 +137,7 @@ def _block(
     begun = 0 if places.start else reach[0]
     every = (torch.cat(tokens), torch.cat(sizes), torch.cat(states)[begun:])
     sent = [to_device(x.contiguous(), device) for x in every]
-    return _Block(Chunks(tuple(reach), *sent[:2]), begun, sent[2])
+    return _Block(ChunkBlock(tuple(reach), *sent[:2]), begun, sent[2])
 
 
 def _states(block: _Block, kept: torch.Tensor) -> torch.Tensor:
