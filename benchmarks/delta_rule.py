@@ -8,7 +8,8 @@ training, of packed sequences.  Random inputs and carries; layers take turns, so
 from the L2 cache.  ``us`` is what a layer takes, kernels included that make rows of x; ``digest``
 is of outputs, carries, states and gradients.  ``--against`` measures another tree in a process of
 its own, and says by how many times this one is faster and whether both digests are the same; those
-of ``backward`` may differ.  ``--forms`` goes through forms of the programs.
+of ``backward`` may differ.  ``--forms`` goes through forms of the programs: of rows that decode, of
+guesses, and in ``forward`` of the walk over chunks, of its factors and of how many exist at once.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from copy import deepcopy
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType as Module
 
 import torch
 
@@ -148,25 +150,48 @@ def measure(shape: DeltaShape, device: str) -> Iterator[Row]:
         yield name | measured(*make())
 
 
+def forms_of(name: Row) -> Iterator[tuple[Row, Module, str, object]]:
+    """Forms for a case: what each is called, and where it is set."""
+    from isobit.kernels.triton import delta_factors, delta_rule_rollout
+
+    few, many = delta_rule.FORMS
+    if name["case"] == "decode" and name["rows"] == "spread":
+        depths = {32: ((32, 168), (16, 96)), 64: ((16, 128),), 128: ((16, 128), (16, 96), (8, 64))}
+        rows = [delta_rule_rollout.RowForm(n, *one) for n, its in depths.items() for one in its]
+        for form in rows:
+            yield {"form": asdict(form)}, delta_rule_rollout, "MANY", form
+    elif name["case"] == "decode" and name["rows"] == "guesses":
+        for one in ((64, 16, 8), (64, 16, 4), (64, 32, 4), (32, 16, 4), (128, 16, 8)):
+            form = delta_rule.RuleForm(few.rows, *one)
+            yield {"form": asdict(form)}, delta_rule, "FORMS", (form, many)
+    elif name["case"] == "forward":
+        wide = (64, 64, 32, 8, 1, 64), (64, 64, 32, 4, 1, 64), (64, 128, 32, 8, 1, 128)
+        narrow = (64, 32, 32, 8, 1, 128), (64, 32, 16, 4, 1, 128), (64, 16, 32, 4, 1, 128)
+        less = (64, 32, 32, 4, 1, 64), (64, 32, 32, 4, 1, 32), (32, 32, 32, 4, 1, 128)
+        ahead = (64, 32, 32, 4, 2, 128), (64, 32, 16, 4, 2, 128), (64, 32, 16, 4, 3, 128)
+        every = [delta_rule.RuleForm(*one) for one in (*wide, *narrow, *less, *ahead)]
+        for form in (many, *every):
+            yield {"form": asdict(form)}, delta_rule, "FORMS", (few, form)
+        for depth, warps in ((16, 4), (16, 8), (32, 4), (64, 8)):
+            form = delta_factors.FactorsForm(depth, warps)
+            of_rows = dict.fromkeys(delta_factors.FORMS, form)
+            yield {"factors": asdict(form)}, delta_factors, "FORMS", of_rows
+        for numbers in (1 << 22, 1 << 23, 1 << 25, 1 << 26):
+            yield {"factors_at_once": numbers}, delta_rule, "FACTORS", numbers
+
+
 def measure_forms(shape: DeltaShape, device: str) -> Iterator[Row]:
     """Of this tree alone; a digest that differs from another form's is a fault."""
-    from isobit.kernels.triton import delta_rule_rollout as rollout
+    from isobit.kernels.triton import delta_rule_rollout
 
-    depths = {32: ((32, 168), (16, 96)), 64: ((16, 128),), 128: ((16, 128), (16, 96), (8, 64))}
-    of_rows = [rollout.RowForm(n, *one) for n, its in depths.items() for one in its]
-    usual, deep = (32, 128, 16, 8), (32, 128, 32, 8, 2)
-    narrow = (32, 64, 16, 8), (32, 64, 16, 4), (16, 64, 16, 8)
-    of_usual = [(*usual, *more) for more in ((), (2,), (3,), (1, 64), (2, 64))]
-    every = *of_usual, deep, (*deep, 64), (64, 128, 16, 8, 2), *narrow
-    of_groups = [delta_rule.RuleForm(*one) for one in every]
-    rollout.FEW_PAIRS = 0  # so that the form is that of many
+    delta_rule_rollout.FEW_PAIRS = 0  # so that the form is that of many
     for name, make in cases(shape, device):
-        forms = {"decode": of_rows, "forward": of_groups}
-        for form in forms.get(name["case"], ()):
-            if name.get("rows", "spread") == "spread":
-                rollout.MANY, delta_rule.FORMS = form, (form,)
-                torch.manual_seed(0)
-                yield name | {"form": asdict(form)} | measured(*make())
+        for form, module, where, value in forms_of(name):
+            usual = getattr(module, where)
+            setattr(module, where, value)
+            torch.manual_seed(0)
+            yield name | form | measured(*make())
+            setattr(module, where, usual)
 
 
 def older(source: Path, shape: str) -> list[Row]:

@@ -43,6 +43,11 @@ def test_forms_are_in_no_bit(shape: DeltaShape) -> None:
 
 
 @of_shapes
+def test_pieces_are_in_no_bit(shape: DeltaShape) -> None:
+    checks.check_pieces(shape)
+
+
+@of_shapes
 def test_forms_of_a_row_are_in_no_bit(shape: DeltaShape) -> None:
     checks.check_row_forms(shape)
 
@@ -72,6 +77,7 @@ def test_positions_far_from_the_start(shape: DeltaShape, near: int, written: int
 @of_shapes
 def test_rows_of_guesses_are_a_part(shape: DeltaShape) -> None:
     checks.check_rows_of_guesses(shape)
+    checks.check_rows_of_guesses(shape, (3, 66, 1, 20), (64, 127, 0, 50))
 
 
 @of_shapes

@@ -223,19 +223,34 @@ def check_forms(shape: DeltaShape) -> None:
     learnt, given = weights(shape), inputs(shape, sum(lengths))
     expected = packed(given, learnt, lengths)
     usual = delta_rule.FORMS
-    for form in (*usual, RuleForm(64, 16, 16, 4), RuleForm(16, 32, 32, 4)):
-        delta_rule.FORMS = (form,)
+    for form in (*usual, RuleForm(64, 16, 16, 4), RuleForm(32, 32, 32, 4, made=16)):
+        delta_rule.FORMS = form, form
         assert same_bits(packed(given, learnt, lengths), expected)
     delta_rule.FORMS = usual
-    usual = delta_rule.FACTORS
-    delta_rule.FACTORS = 1
-    assert same_bits(packed(given, learnt, lengths), expected)
-    delta_rule.FACTORS = usual
     ends = 0
     for length in lengths:
         one = given.map(lambda x, part=slice(ends, ends + length): x[part].contiguous())
         ends += length
         assert same_bits(packed(one, learnt, [length]), expected[ends - length : ends])
+
+
+def check_pieces(shape: DeltaShape) -> None:
+    """Pieces that end inside sequences, and that have some of them, are in no bit: of a packed
+    batch, of the states that it keeps, and of prompts and the row behind them.
+    """
+    lengths = 70, 140, 1
+    learnt, given = weights(shape), inputs(shape, sum(lengths))
+    made, usual = list[tuple[torch.Tensor, torch.Tensor]](), delta_rule.FACTORS
+    for chunks in (1, 2, 4, 1000):
+        delta_rule.FACTORS = chunks * shape.value_heads * 2 * CHUNK * CHUNK
+        packed_rule, rollout = PackedDeltaRule(lengths, _device), Rollout(given, learnt, lengths)
+        output, saved = packed_rule.forward(sent_inputs(given), sent(learnt))
+        for lasts in ({0: 40, 1: 2, 2: 1}, {0: 69, 1: 139}, {0: 70, 1: 140}):
+            rollout.put(lasts)
+        assert same_bits(rollout.output, output.cpu())
+        made.append((output, saved.kept.states))
+    delta_rule.FACTORS = usual
+    assert all(same_bits(*pair) for other in made for pair in zip(made[0], other, strict=True))
 
 
 def check_row_forms(shape: DeltaShape) -> None:
@@ -323,14 +338,19 @@ def check_carries(at: int, stop: int) -> None:
             assert relative_error(mine.cpu(), its) < 2e-6 if its.any() else not mine.any()
 
 
-def check_rows_of_guesses(shape: DeltaShape) -> None:
+def check_rows_of_guesses(
+    shape: DeltaShape, counts: Sequence[int] = (3, 1, 5, 1, 2),
+    starts: Sequence[int] = (62, 64, 5, 0, 127),
+) -> None:  # fmt: skip
     """Rows of one sequence in a decode step are a part of it, over the end of a chunk too."""
-    learnt, counts = weights(shape), (3, 1, 5, 1, 2)
-    starts = (62, 64, 5, 0, 127)
+    learnt = weights(shape)
     given, before = inputs(shape, sum(counts)), inputs(shape, sum(starts))
     made = list[tuple[torch.Tensor, spec.DeltaCarries]]()
-    read = [0, 2, 4, -1, 6]
-    written = [1, 3, 4, 5, 7]
+    read = [2 * n if start else -1 for n, start in enumerate(starts)]
+    stops = map(sum, zip(starts, counts, strict=True))
+    chunks = zip(starts, stops, strict=True)
+    goes_on = [(start - 1) // CHUNK < (stop - 1) // CHUNK for start, stop in chunks]
+    written = [2 * n + further for n, further in enumerate(goes_on)]
     owner = [n for n, count in enumerate(counts) for _ in range(count)]
     places = [place for count in counts for place in range(count)]
     positions = [starts[n] + place for n, place in zip(owner, places, strict=True)]
@@ -341,7 +361,7 @@ def check_rows_of_guesses(shape: DeltaShape) -> None:
             *(torch.tensor(x, device=_device) for x in (positions, *columns, places))
         ),
     ):
-        carries = empty_carries(shape, 8, torch.float32, _device)
+        carries = empty_carries(shape, 2 * len(read), torch.float32, _device)
         held = [n for n in range(len(read)) if read[n] >= 0]
         its = [starts[n] for n in held]
         first = paged([0] * len(held), its, [-1] * len(held), [read[n] for n in held])

@@ -27,6 +27,7 @@ from tests.kernels.triton.delta_rule_checks import (
     check_gates,
     check_output,
     check_parts,
+    check_pieces,
     check_rejected,
     check_row_forms,
     check_rows_of_guesses,
@@ -69,7 +70,7 @@ def gates() -> None:
 def parts() -> None:
     prepare()
     check_ends()
-    delta_rule.FACTORS = 1  # one sequence a launch
+    delta_rule.FACTORS = 1  # one chunk of one sequence a launch
     check_parts(SHAPE, [70, 3], 60, dtype=torch.bfloat16)
 
 
@@ -77,6 +78,7 @@ def contents() -> None:
     prepare()
     check_begun_again()
     check_rows_of_guesses(OTHER)
+    check_rows_of_guesses(SHAPE, (3, 66, 1, 20), (64, 127, 0, 50))
     check_carries(0, 40)
     check_far(OTHER, 70, 0)
     check_far(OTHER, 126, 1)
@@ -96,6 +98,7 @@ def forms() -> None:
     prepare()
     check_forms(OTHER)
     check_row_forms(OTHER)
+    check_pieces(SHAPE)
 
 
 def rejected() -> None:

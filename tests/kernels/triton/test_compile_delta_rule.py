@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.triton import (
+    delta_factors,
     delta_gates,
     delta_rows,
     delta_rule,
@@ -17,10 +18,10 @@ from isobit.kernels.triton import (
     hybrid,
     pointwise,
 )
+from isobit.kernels.triton.delta_factors import FEW_ROWS
 from isobit.kernels.triton.delta_rows import CHUNK
 from isobit.kernels.triton.delta_rule import FORMS, RuleForm
 from isobit.kernels.triton.delta_rule_rollout import FEW, MANY, RowForm
-from isobit.kernels.triton.sizes import FACTOR_ROWS
 from tests.kernels.hopper.ahead_of_time import Compiled
 from tests.kernels.hopper.disassembly import disassembled
 from tests.kernels.triton.assembled import assemble, assert_assembles, compile_portable
@@ -29,16 +30,16 @@ TYPES = {
     **dict.fromkeys(("X", "A", "B", "CONVOLUTION", "A_LOG", "DT_BIAS", "INPUTS", "OUT"), "*bf16"),
     **dict.fromkeys(("OWNER", "POSITION", "COUNT", "TOKEN", "READ", "WRITTEN", "WORK"), "*i32"),
     **dict.fromkeys(("Q", "K", "V", "DECAY", "BETA", "KEYS", "UPDATES", "DECAYS"), "*fp32"),
-    **dict.fromkeys(("STATES", "FACTORS", "SUMS"), "*fp32"),
+    **dict.fromkeys(("STATES", "FACTORS", "TOTALS", "SUMS"), "*fp32"),
     **dict.fromkeys(("DY", "GATE", "WEIGHT", "DX", "D_GATE"), "*bf16"),
     **dict.fromkeys(("ROUTED", "SHARED", "D_SHARED"), "*bf16"),
-    **dict.fromkeys(("tokens", "count", "rows_of_block"), "i32"),
+    **dict.fromkeys(("tokens", "count", "rows_of_block", "place", "chunks"), "i32"),
     "STATE": "*i32",
     "epsilon": "fp32",
 }
 HEADS = {"H": 32, "KH": 16, "DK": 128, "DV": 128}
-OF_CARRIES = "READ", "KEYS", "DECAYS"
-SPILLED = {FACTOR_ROWS: {80: 232}}
+OF_CARRIES = "READ", "KEYS"
+SPILLED = {CHUNK: {86: 16, 89: 16}}
 """Bytes of a thread by the rows of a program, and by generation."""
 
 
@@ -74,30 +75,44 @@ def test_a_product_is_one_chain_an_element(rows: int, warps: int) -> None:
         assert [operands[one] for one in ", ".join(ascending).split(", ")] == list(range(depth))
 
 
-def rule(form: RuleForm, in_training: bool = False) -> Compiled:
-    constants: dict[str, Any] = HEADS | dict.fromkeys(OF_CARRIES if in_training else ("STATE",))
-    constants |= {"ROWS": form.rows, "BV": form.columns, "BK": form.depth, "MADE": form.made}
-    how = {"num_stages": form.stages, "most_stack": 208}
-    return compile_portable(delta_rule._rule_kernel, TYPES, constants, form.warps, **how)
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("form", "in_training"), [*((form, False) for form in FORMS), (FORMS[-1], True)]
 )
-def test_rule(form: RuleForm, in_training: bool) -> None:
+def test_walk(form: RuleForm, in_training: bool) -> None:
     """Each product and each step of a chain is one ``fma``, which PTX keeps apart from what is
     rounded twice; nothing is added by tensor cores, whose sums belong to a generation.
     """
-    made = rule(form, in_training)
+    constants: dict[str, Any] = HEADS | dict.fromkeys(OF_CARRIES if in_training else ("STATE",))
+    constants |= {"GROUP": form.rows, "ROWS": form.rows, "BV": form.columns, "BK": form.depth}
+    constants |= {"MADE": form.made}
+    made = compile_portable(
+        delta_rule._walk_kernel, TYPES, constants, form.warps, num_stages=form.stages
+    )
     assert_chains(made)
     threads = 32 * form.warps
-    of_keys, of_values = (form.rows * size / threads for size in (CHUNK, form.columns))
-    chains = 2 * form.depth * (of_keys + of_values) + 16 * of_values * (1 + form.rows // 16)
-    solved = form.rows // 16 * (16 * 15 // 2) * max(1, form.columns // threads)
+    chains = (2 * form.depth + 16 + form.depth) * form.rows * form.columns / threads
+    solved = 16 * 15 // 2 * max(1, form.columns // threads)
     of_state = 16 * form.made * form.columns / threads
     assert made.ptx.count("fma.rn.f32") == chains + solved + of_state
-    assert_assembles(made, SPILLED.get(form.rows))
+    assert_assembles(made, {} if in_training else SPILLED.get(form.rows))
+
+
+@pytest.mark.parametrize(
+    ("rows", "in_training"), [(FEW_ROWS, False), (CHUNK, False), (CHUNK, True)]
+)
+def test_factors(rows: int, in_training: bool) -> None:
+    form = delta_factors.FORMS[rows]
+    constants: dict[str, Any] = {name: size for name, size in HEADS.items() if name != "DV"}
+    constants |= {"HEADS": 2, "ROWS": rows, "BK": form.depth}
+    constants |= dict.fromkeys(("READ", "KEYS", "DECAYS")) if in_training else {}
+    made = compile_portable(
+        delta_factors._factors_kernel, TYPES, constants, form.warps, num_stages=1
+    )
+    assert_chains(made)
+    steps = 2 * form.depth * rows * CHUNK / (32 * form.warps)
+    assert made.ptx.count("fma.rn.f32") == steps
+    assert_assembles(made)
 
 
 def assert_chains(made: Compiled) -> None:

@@ -177,19 +177,30 @@ class DeltaBatch:
     has no carries.
     """
     longest: int  # a bound of the counts
+    chunks: tuple[int, ...] = ()
+    """How many sequences have a first chunk, a second one, and so on, at most; each time they are
+    the first of all.  Where sequences have one new row, it is not asked for.
+    """
 
-    def sequences(self, index: torch.Tensor, longest: int) -> "DeltaBatch":
+    def sequences(self, index: torch.Tensor, longest: int, chunks: tuple[int, ...]) -> "DeltaBatch":
         """Some of them, int64 on the device."""
-        return self._map(lambda x: x.index_select(0, index), longest)
+        return self._map(lambda x: x.index_select(0, index), longest, chunks)
 
     def part(self, first: int, last: int) -> "DeltaBatch":
-        """Views of those from ``first`` to ``last`` - 1."""
-        return self._map(lambda x: x[first:last], self.longest)
+        """Views of those from ``first`` to ``last`` - 1, without their chunks."""
+        return self._map(lambda x: x[first:last], self.longest, ())
 
-    def _map(self, take: Callable[[torch.Tensor], torch.Tensor], longest: int) -> "DeltaBatch":
+    def _map(
+        self, take: Callable[[torch.Tensor], torch.Tensor], longest: int, chunks: tuple[int, ...]
+    ) -> "DeltaBatch":
         read, written = (x if x is None else take(x) for x in (self.read, self.written))
         places = (take(x) for x in (self.positions, self.counts, self.tokens))
-        return DeltaBatch(*places, read, written, longest)
+        return DeltaBatch(*places, read, written, longest, chunks)
+
+
+def reach_of(chunks: torch.Tensor) -> tuple[int, ...]:
+    """``DeltaBatch.chunks`` of sequences that have so many."""
+    return tuple((chunks[:, None] > torch.arange(int(chunks.max()))).sum(0).tolist())
 
 
 def padded(size: int) -> int:

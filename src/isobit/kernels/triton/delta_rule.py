@@ -22,14 +22,17 @@ not are products of finite numbers with 0; they can change the sign of a zero al
 canonical (+ 0.0 makes -0 to 0).  No kernel may contract a product and a sum
 (``enable_fp_fusion=False``); exp, of ex2.approx, is the same instruction everywhere.
 
-**Work.**  ``_rule_kernel`` has one program a sequence, value head and block of dv, which walks its
-chunks; ROWS new rows at once: 16 for guesses, 32 in prompts and in training.  A group's factors of
-u_j are in global memory.  What rows take from those before them, 16 rows at a time, is a product;
-the 16 take each other's terms row after row, a thread for each column, and o is a product of all u.
-No more sequences are launched at once than have room there.  Where each sequence has one new row,
-as in decoding, the kernels are those of ``isobit.kernels.triton.delta_rule_rollout``.
-FP32 products use no tensor cores, and blocks of dv repeat what is of keys alone: about 200,000
-operations a token and head of 128 x 128.
+**Work.**  G and the factors of u_j know no state: they are made for all chunks at once
+(``isobit.kernels.triton.delta_factors``).  ``_walk_kernel`` has one program a sequence, value head
+and block of dv, which walks its chunks; blocks repeat no product, so they are narrow, and one
+sequence keeps a card busy: of 32 heads of 128 columns, 128 programs in prompts and in training.
+ROWS new rows are computed at once: 16 for guesses, else whole chunks.  What rows take from those
+before them, 16 rows at a time, is a product; the 16 take each other's terms row after row, a thread
+for each column, and o is a product of all u.  Where each sequence has one new row, as in decoding,
+the kernels are those of ``isobit.kernels.triton.delta_rule_rollout``.
+
+FP32 products use no tensor cores.  A chunk and value head of 128 x 128 are 4.1 million ``fma``, in
+four programs, and half a million of factors: about 145,000 operations a token and head.
 
 **Carries.**  What a sequence goes on from is in a carry (``DeltaCarries``): S0, the keys, u and G
 of its chunk, and its inputs behind the ``width`` - 1 in front of it.  New rows of the chunk that is
@@ -54,168 +57,126 @@ import triton.language as tl
 
 from isobit.kernels.operands import DeltaShape
 from isobit.kernels.spec.delta_rule import DeltaCarries
-from isobit.kernels.triton.delta_rows import (
-    CHUNK,
-    DeltaBatch,
-    DeltaRows,
-    carried_chunk,
-    padded,
-)
-from isobit.kernels.triton.sizes import FACTOR_COLUMNS, FACTOR_ROWS, FACTORS
+from isobit.kernels.triton.delta_factors import FEW_ROWS, chunks_of, keys_of, pieces, put_factors
+from isobit.kernels.triton.delta_rows import CHUNK, DeltaBatch, DeltaRows, padded
+from isobit.kernels.triton.sizes import FACTORS
 
 _CHUNK = tl.constexpr(CHUNK)
-_PART = tl.constexpr(16)  # rows of u that a product reads, or that a thread solves, at once
-
-
-@triton.jit
-def _keys(new, held, old, row, end, d, KH: tl.constexpr, DK: tl.constexpr):
-    """FP32 [row, d]: rows of the chunk below ``old`` from the carry, whose head's keys begin at
-    ``held``, those below ``end`` from the new tokens: at ``new`` is that of row 0, if it is one.
-    """
-    inside = (d < DK)[None, :]
-    is_new = ((row >= old) & (row < end))[:, None]
-    at = row[:, None] * (KH * DK) + d[None, :]
-    keys = tl.load(new + at, mask=is_new & inside, other=0.0)
-    if held is not None:
-        at = row[:, None] * DK + d[None, :]
-        is_old = (row < old)[:, None]
-        keys = tl.where(is_old, tl.load(held + at, mask=is_old & inside, other=0.0), keys)
-    return keys
-
-
-@triton.jit
-def _of_rows(x, row, wanted):
-    """x [row] at the rows ``wanted``, which are among them."""
-    return tl.sum(tl.where(wanted[:, None] == row[None, :], x[None, :], 0.0), 1)
+_PART = tl.constexpr(16)  # rows of u that a thread solves at once
 
 
 @triton.jit
 def _products(
-    q, k, held, state, exists, old, m, end, column, KH: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr, ROWS: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+    q, k, state, exists, m, end, column, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    ROWS: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """k . k_j and q . k_j of rows m with all rows of their chunk, [ROWS, 64]; S0^T k and S0^T q,
-    [ROWS, BV].  q and k are at row 0.
-    """
-    row = tl.arange(0, _CHUNK)
-    depth = tl.arange(0, BK)
-    between = tl.zeros([ROWS, _CHUNK], tl.float32)
-    read_by = tl.zeros([ROWS, _CHUNK], tl.float32)
+    """S0^T k and S0^T q of rows m, [ROWS, BV].  q and k are at row 0."""
     told = tl.zeros([ROWS, BV], tl.float32)
     output = tl.zeros([ROWS, BV], tl.float32)
     for first in range(0, DK, BK):
-        d = first + depth
+        d = first + tl.arange(0, BK)
+        at = m[:, None] * (KH * DK) + d[None, :]
+        inside = (m < end)[:, None] & (d < DK)[None, :]
+        key = tl.load(k + at, mask=inside, other=0.0)
+        query = tl.load(q + at, mask=inside, other=0.0)
         at = d[:, None] * DV + column[None, :]
         is_there = (d < DK)[:, None] & (column < DV)[None, :] & exists
         s = tl.load(state + at, mask=is_there, other=0.0)
-        keys = tl.trans(_keys(k, held, old, row, end, d, KH, DK))
-        at = m[:, None] * (KH * DK) + d[None, :]
-        inside = (m < end)[:, None] & (d < DK)[None, :]
-        one = tl.load(k + at, mask=inside, other=0.0)
-        between = tl.dot(one, keys, between, input_precision="ieee")
-        told = tl.dot(one, s, told, input_precision="ieee")
-        one = tl.load(q + at, mask=inside, other=0.0)
-        read_by = tl.dot(one, keys, read_by, input_precision="ieee")
-        output = tl.dot(one, s, output, input_precision="ieee")
-    return between, read_by, told, output
+        told = tl.dot(key, s, told, input_precision="ieee")
+        output = tl.dot(query, s, output, input_precision="ieee")
+    return told, output
 
 
 @triton.jit
-def _put_factors(between, read_by, beta, decays, to, m, ROWS: tl.constexpr):
-    """Write the factors of each u_j in the chains of rows m, [64, ROWS], those of u and then those
-    of o; -> G of the rows.
+def _add_known(
+    total, factors, updates, start, stop, column, DV: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, BV] sums of rows' chains with the terms of u_j, ``start`` <= j < ``stop``, behind
+    them; ``factors`` are at the first of the rows.
     """
-    row = tl.arange(0, _CHUNK)
-    totals = _of_rows(decays, row, tl.minimum(m, _CHUNK - 1))
-    distance = totals[:, None] - decays[None, :]
-    decay = tl.exp(tl.where(distance > 0.0, 0.0, distance))  # only of later rows above 0
-    taken = -(beta[:, None] * (decay * between))
-    taken = tl.where(row[None, :] < m[:, None], taken, 0.0)
-    given = tl.where(row[None, :] <= m[:, None], decay * read_by, 0.0)
-    at = row[None, :] * ROWS + tl.arange(0, ROWS)[:, None]
-    tl.debug_barrier()  # those of the rows before are still read
-    tl.store(to + at, taken)
-    tl.store(to + _CHUNK * ROWS + at, given)
-    tl.debug_barrier()
-    return totals
-
-
-@triton.jit
-def _add_known(total, factors, updates, start, stop, column, DV: tl.constexpr, ROWS: tl.constexpr):
-    """[ROWS, BV] sums of a group's chains with the terms of u_j, ``start`` <= j < ``stop``, behind
-    them.
-    """
-    group_row = tl.arange(0, ROWS)
-    part = tl.arange(0, _PART)
-    for first in range(start, stop, _PART):
-        j = first + part
+    row = tl.arange(0, ROWS)
+    for first in range(start, stop, DEPTH):
+        j = first + tl.arange(0, DEPTH)
         at = updates + j[:, None] * DV + column[None, :]
         u = tl.load(at, mask=(j < stop)[:, None] & (column < DV)[None, :], other=0.0)
-        factor = factors + j[None, :] * ROWS + group_row[:, None]
+        factor = factors + j[None, :] * GROUP + row[:, None]
         w = tl.load(factor, mask=(j < stop)[None, :], other=0.0)
         total = tl.dot(w, u, total, input_precision="ieee")
     return total
 
 
 @triton.jit
-def _solve(factors, updates, count, column, DV: tl.constexpr, ROWS: tl.constexpr):
+def _pair(factors):
+    """Two factors by one load, which all threads make."""
+    both = tl.load(factors.to(tl.pointer_type(tl.int64), bitcast=True))
+    first, second = both.to(tl.int32), (both >> 32).to(tl.int32)
+    return first.to(tl.float32, bitcast=True), second.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _solve(factors, updates, count, column, DV: tl.constexpr, GROUP: tl.constexpr):
     """Turn the first ``count`` of a few rows at ``updates``, which lack the terms of one another,
-    into u, a thread for each column.
+    into u, a thread for each column, which takes two rows' chains at once.
     """
     u = ()
-    for i in tl.static_range(_PART):
-        is_there = (i < count) & (column < DV)
-        one = tl.load(updates + i * DV + column, mask=is_there, other=0.0)
+    for i in tl.static_range(0, _PART, 2):
+        at = updates + i * DV + column
+        one = tl.load(at, mask=(i < count) & (column < DV), other=0.0)
+        two = tl.load(at + DV, mask=(i + 1 < count) & (column < DV), other=0.0)
         for j in tl.static_range(i):
-            one = tl.math.fma(tl.load(factors + j * ROWS + i), u[j], one)
-        u += (one + 0.0,)
+            w = _pair(factors + j * GROUP + i)
+            one = tl.math.fma(w[0], u[j], one)
+            two = tl.math.fma(w[1], u[j], two)
+        one += 0.0
+        u += (one, tl.math.fma(tl.load(factors + i * GROUP + i + 1), one, two) + 0.0)
     for i in tl.static_range(_PART):
         tl.store(updates + i * DV + column, u[i], mask=(i < count) & (column < DV))
 
 
 @triton.jit
-def _put_updates(made, factors, updates, group, end, column, DV: tl.constexpr, ROWS: tl.constexpr):
+def _put_updates(
+    made, factors, updates, group, end, column, DV: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
     """Write u of the rows from ``group`` on, from the first terms of their chains [ROWS, BV]."""
     m = group + tl.arange(0, ROWS)
     to = updates + m[:, None] * DV + column[None, :]
-    made = _add_known(made, factors, updates, 0, group, column, DV, ROWS)
-    for some in tl.static_range(0, ROWS, _PART):
+    known = group * 0
+    for some in range(0, tl.minimum(ROWS, end - group), _PART):
         first = group + some
-        known = tl.minimum(first, end)
-        if some > 0:
-            made = _add_known(made, factors, updates, first - _PART, known, column, DV, ROWS)
+        made = _add_known(made, factors, updates, known, first, column, DV, ROWS, GROUP, _PART)
+        known = first
         is_its = (m >= first) & (m < tl.minimum(first + _PART, end))
         tl.store(to, made, mask=is_its[:, None] & (column < DV)[None, :])
         tl.debug_barrier()
-        own = factors + first * ROWS + some
-        _solve(own, updates + first * DV, end - first, column, DV, ROWS)
+        own = factors + first * GROUP + some
+        _solve(own, updates + first * DV, end - first, column, DV, GROUP)
         tl.debug_barrier()
 
 
 @triton.jit
 def put_next_state(
     state, exists, following, k, held, updates, decays, old, end, start, stop, column,
-    KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
+    KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Write rows ``start`` .. ``stop`` - 1 of S1 of a whole chunk, from S0 at ``state`` or, where
-    none exists, from zeros; zeros of a chunk of no rows.
+    """Write rows ``start`` .. ``stop`` - 1 of S1 of a whole chunk, whose G is at ``decays``, from
+    S0 at ``state`` or, where none exists, from zeros; zeros of a chunk of no rows.
     """
-    row = tl.arange(0, _CHUNK)
-    part = tl.arange(0, _PART)
-    depth = tl.arange(0, BK)
     inside = (column < DV)[None, :]
-    final = tl.sum(tl.where(row == _CHUNK - 1, decays, 0.0), 0)
+    final = tl.load(decays + _CHUNK - 1, mask=end == _CHUNK, other=0.0)
     for first in range(start, stop, BK):
-        d = first + depth
+        d = first + tl.arange(0, BK)
         at = d[:, None] * DV + column[None, :]
         is_its = (d < DK)[:, None] & inside
         s = tl.exp(final) * tl.load(state + at, mask=is_its & exists, other=0.0)
-        for one in range(0, _CHUNK, _PART):
-            j = one + part
-            keys = _keys(k, held, old, j, end, d, KH, DK)
-            weights = tl.exp(final - _of_rows(decays, row, j))[:, None] * keys
+        for one in range(0, _CHUNK, DEPTH):
+            j = one + tl.arange(0, DEPTH)
+            keys = keys_of(k, held, old, j, end, d, KH, DK)
+            total = tl.load(decays + j, mask=j < end, other=0.0)
             is_there = (j < end)[:, None] & inside
             u = tl.load(updates + j[:, None] * DV + column[None, :], mask=is_there, other=0.0)
+            weights = tl.exp(final - total)[:, None] * keys
             s = tl.dot(tl.trans(weights), u, s, input_precision="ieee")
         tl.debug_barrier()  # S0 of these d is read before S1 takes its place
         tl.store(following + at, s + 0.0, mask=is_its)
@@ -228,149 +189,106 @@ def _put_no_state(
 ):
     """Write the S0 of a sequence's first chunk, if it is that."""
     if is_first:
-        depth = tl.arange(0, BK)
         zeros = tl.zeros([BK, BV], tl.float32)
         for first in range(0, DK, BK):
-            d = first + depth
+            d = first + tl.arange(0, BK)
             is_there = (d < DK)[:, None] & (column < DV)[None, :]
             tl.store(to + d[:, None] * DV + column[None, :], zeros, mask=is_there)
 
 
-@triton.jit
-def _put_keys(
-    k, is_kept, to, decays, to_decays, old, end, KH: tl.constexpr, DK: tl.constexpr,
-    BK: tl.constexpr,
+@triton.jit(do_not_specialize=["place", "chunks"])
+def _walk_kernel(
+    Q, K, V, BETA, POSITION, COUNT, TOKEN, READ, WORK, STATE, KEYS, UPDATES, STATES, FACTORS,
+    TOTALS, OUT, place, chunks, H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+    MADE: tl.constexpr,
 ):  # fmt: skip
-    """Keys and G of the new rows of a chunk, to its carry, if it is kept."""
-    if is_kept & (tl.program_id(2) == 0):
-        row = tl.arange(0, _CHUNK)
-        depth = tl.arange(0, BK)
-        is_new = (row >= old) & (row < end)
-        for first in range(0, DK, BK):
-            d = first + depth
-            inside = is_new[:, None] & (d < DK)[None, :]
-            keys = tl.load(k + row[:, None] * (KH * DK) + d[None, :], mask=inside, other=0.0)
-            tl.store(to + row[:, None] * DK + d[None, :], keys, mask=inside)
-        tl.store(to_decays + row, decays, mask=is_new)
+    """One program a sequence, value head and BV columns of DV: ``chunks`` of its chunks from number
+    ``place`` on, ROWS new rows at once.
 
-
-@triton.jit
-def _rule_kernel(
-    Q, K, V, DECAY, BETA, POSITION, COUNT, TOKEN, READ, WORK, STATE, KEYS, UPDATES, DECAYS, STATES,
-    FACTORS, OUT, H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    ROWS: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, MADE: tl.constexpr,
-):  # fmt: skip
-    """One program a sequence, value head and BV columns of DV.
-
-    WORK is the carry written, and in training a row of UPDATES; READ is then not there, nor are
-    KEYS and DECAYS, and the state in front of a sequence's chunk c > 0 is kept in STATES at STATE +
-    c - 1.  FACTORS [program, 2, 64, ROWS] is for the program alone.
+    WORK is the carry written, and in training a row of UPDATES; READ is then not there, nor is
+    KEYS, and the state in front of a sequence's chunk c > 0 is kept in STATES at STATE + c - 1.
+    FACTORS and TOTALS are those of ``_factors_kernel``, of GROUP new rows.
     """
     n = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
     kh = h // (H // KH)
-    row = tl.arange(0, _CHUNK)
     column = tl.program_id(2) * BV + tl.arange(0, BV)
-    program = (n * H + h) * tl.num_programs(2) + tl.program_id(2)
-    factors = FACTORS + program * (2 * _CHUNK * ROWS)
-    position = tl.load(POSITION + n)
-    count = tl.load(COUNT + n)
-    stop = position + count
+    position, stop, begin, last, read, work = chunks_of(n, POSITION, COUNT, READ, WORK)
     token = tl.load(TOKEN + n).to(tl.int64)
-    work = tl.load(WORK + n).to(tl.int64)
     is_paged: tl.constexpr = READ is not None
+    held = None
     if is_paged:
-        read = tl.load(READ + n).to(tl.int64)
-        begin = carried_chunk(position, stop, read == work)
-        old = position - begin * _CHUNK  # rows of the chunk that the carry read holds
         held = KEYS + (read * H + h) * (_CHUNK * DK)
-        held_decays = DECAYS + (read * H + h) * _CHUNK
-        decays = tl.load(held_decays + row, mask=row < old, other=0.0)
-        total = tl.load(held_decays + old - 1, mask=old > 0, other=0.0)
-        of_chunk = tl.where(read < 0, work, read)  # the carry that new rows of the chunk go to
     else:
-        read = tl.full([], -1, tl.int64)
-        begin = carried_chunk(position, stop, False)
-        old = position - begin * _CHUNK
-        held = None
-        decays = tl.zeros([_CHUNK], tl.float32)
-        total = tl.sum(decays, 0)
-        of_chunk = work
-    last = tl.where(count > 0, (stop - 1) // _CHUNK, begin - 1)
-    here = read  # the row of STATES with the chunk's S0; -1 for zeros
-    for chunk in range(begin, last + 1):
+        own = tl.load(STATE + n).to(tl.int64)
+    for chunk in range(begin + place, tl.minimum(begin + place + chunks - 1, last) + 1):
+        is_first = chunk == begin
+        old = tl.where(is_first, position - begin * _CHUNK, 0)  # rows that the carry read holds
+        end = tl.minimum(stop - chunk * _CHUNK, _CHUNK)
+        if is_paged:
+            here, following = tl.where(is_first, read, work), work
+            kept = tl.where(is_first & (read >= 0), read, work)  # the carry of the new rows
+        else:
+            here, following = tl.where(is_first, -1, own + chunk - 1), own + chunk
+            kept = work
         base = token + (chunk * _CHUNK - position)  # the token of row 0, if it is new
         q = Q + (base * KH + kh) * DK
         k = K + (base * KH + kh) * DK
         of_row = base * H + h
-        state = STATES + (here * H + h) * (DK * DV)
-        updates = UPDATES + (of_chunk * H + h) * (_CHUNK * DV)
-        end = tl.minimum(stop - chunk * _CHUNK, _CHUNK)
-        for i in tl.static_range(_CHUNK):  # all are read at once, and added one by one
-            is_new = (i >= old) & (i < end)
-            total += tl.load(DECAY + of_row + i * H, mask=is_new, other=0.0)
-            decays = tl.where(is_new & (row == i), total, decays)
-        for group in range(old, end, ROWS):
+        state = STATES + (here * H + h) * (DK * DV)  # S0, or zeros where ``here`` is below 0
+        updates = UPDATES + (kept * H + h) * (_CHUNK * DV)
+        slot = (n * chunks + (chunk - begin - place)) * H + h
+        factors = FACTORS + slot * (2 * _CHUNK * GROUP)
+        decays = TOTALS + slot * _CHUNK
+        for some in range(0, end - old, ROWS):
+            group = old + some
             m = group + tl.arange(0, ROWS)
-            beta = tl.load(BETA + of_row + m * H, mask=m < end, other=0.0)
-            between, read_by, told, output = _products(
-                q, k, held, state, here >= 0, old, m, end, column, KH, DK, DV, ROWS, BV, BK
+            told, output = _products(
+                q, k, state, here >= 0, m, end, column, KH, DK, DV, ROWS, BV, BK
             )
-            totals = _put_factors(between, read_by, beta, decays, factors, m, ROWS)
             inside = (m < end)[:, None] & (column < DV)[None, :]
             at = m[:, None] * (H * DV) + column[None, :]
             v = tl.load(V + of_row * DV + at, mask=inside, other=0.0)
-            seen = tl.exp(totals)[:, None]
+            beta = tl.load(BETA + of_row + m * H, mask=m < end, other=0.0)
+            seen = tl.exp(tl.load(decays + m, mask=m < end, other=0.0))[:, None]
             made = beta[:, None] * (v - seen * told)
-            _put_updates(made, factors, updates, group, end, column, DV, ROWS)
-            known = tl.minimum(group + ROWS, end)
+            _put_updates(made, factors + some, updates, group, end, column, DV, ROWS, GROUP)
             output = _add_known(
-                seen * output, factors + _CHUNK * ROWS, updates, 0, known, column, DV, ROWS
-            )
-            tl.store(OUT + of_row * DV + at, (output + 0.0).to(OUT.dtype.element_ty), mask=inside)
-        if is_paged:
-            is_kept = (chunk == last) | (of_chunk != work)
-            to_keys = KEYS + (of_chunk * H + h) * (_CHUNK * DK)
-            to_decays = DECAYS + (of_chunk * H + h) * _CHUNK
-            _put_keys(k, is_kept, to_keys, decays, to_decays, old, end, KH, DK, BK)
-        if chunk < last:
-            following = work
-            if not is_paged:
-                following = tl.load(STATE + n).to(tl.int64) + chunk
-            to = STATES + (following * H + h) * (DK * DV)
-            put_next_state(
-                state, here >= 0, to, k, held, updates, decays, old, end, 0, DK, column, KH, DK, DV,
-                MADE,
+                seen * output, factors + _CHUNK * GROUP + some, updates, 0,
+                tl.minimum(group + ROWS, end), column, DV, ROWS, GROUP, BK,
             )  # fmt: skip
-            here, of_chunk = following, work
-            decays = tl.zeros([_CHUNK], tl.float32)
-            total = tl.sum(decays, 0)
-            old = old * 0
+            tl.store(OUT + of_row * DV + at, (output + 0.0).to(OUT.dtype.element_ty), mask=inside)
+        if chunk < last:
+            put_next_state(
+                state, here >= 0, STATES + (following * H + h) * (DK * DV), k, held, updates,
+                decays, old, end, 0, DK, column, KH, DK, DV, MADE, _PART,
+            )  # fmt: skip
         elif is_paged:
             _put_no_state(STATES + (work * H + h) * (DK * DV), here < 0, column, DK, DV, BV, BK)
 
 
 @dataclass(frozen=True, slots=True)
 class RuleForm:
-    """What a program of ``_rule_kernel`` computes at once, which is in no bit."""
+    """What a program of ``_walk_kernel`` computes at once, which is in no bit."""
 
     rows: int  # a multiple of 16
     columns: int  # of dv
-    depth: int  # numbers of a key that a product reads
+    depth: int  # numbers of a key, or rows of u, that a product reads
     warps: int
     stages: int = 1  # operands of so many products are on their way at once
     made: int = 32  # rows of S1
 
 
 FORMS = (
-    RuleForm(16, 64, 16, 8),
-    RuleForm(FACTOR_ROWS, FACTOR_COLUMNS, 16, 8),
+    RuleForm(FEW_ROWS, 64, 16, 8),
+    RuleForm(CHUNK, 32, 32, 4, made=128),
 )
 
 
 def form_of(longest: int) -> RuleForm:
     """The form for at most so many new tokens of a sequence."""
-    return next((form for form in FORMS if form.rows >= longest), FORMS[-1])
+    return FORMS[longest > FEW_ROWS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,27 +311,30 @@ def apply_rule(
     sequences: to their carries, or in training their states.
     """
     form = form or form_of(batch.longest)
-    count, heads = len(batch.positions), shape.value_heads
-    columns = min(form.columns, padded(shape.value_dim))
-    blocks = triton.cdiv(shape.value_dim, columns)
-    of_sequence = heads * blocks * 2 * CHUNK * form.rows
-    at_once = min(count, max(1, FACTORS // of_sequence))
-    factors = rows.v.new_empty(at_once, of_sequence)
+    heads, key_heads, sizes = shape.value_heads, shape.key_heads, (shape.key_dim, shape.value_dim)
+    group = FEW_ROWS if batch.longest <= FEW_ROWS else CHUNK
+    of_batch = list(pieces(batch.chunks, max(1, FACTORS // (heads * 2 * CHUNK * group))))
+    most = max((last - first) * count for first, last, _, count in of_batch)
+    factors = rows.v.new_empty(most, heads, 2, CHUNK, group), rows.v.new_empty(most, heads, CHUNK)
     own = updates = None
     if not isinstance(held, DeltaCarries):
-        own = torch.arange(at_once, dtype=torch.int32, device=output.device)
-        updates = rows.v.new_empty(at_once, heads, CHUNK, shape.value_dim)
-    for first in range(0, count, at_once):
-        part = batch.part(first, first + at_once)
+        count = max(last - first for first, last, _, _ in of_batch)
+        own = torch.arange(count, dtype=torch.int32, device=output.device)
+        updates = rows.v.new_empty(count, heads, CHUNK, shape.value_dim)
+    columns = min(form.columns, padded(shape.value_dim))
+    depth = min(form.depth, padded(shape.key_dim))
+    for first, last, place, count in of_batch:
+        part = batch.part(first, last)
         if isinstance(held, DeltaCarries):
-            places = part.read, part.written, None
-            kept = held.keys, held.updates, held.decays, held.states
+            places = part.read, part.written
+            kept = None, held.keys, held.updates, held.states
+            put_factors(rows, shape, part, places, held, (place, count), factors)
         else:
-            places = None, own, held.first[first : first + at_once]
-            kept = None, updates, None, held.states
-        _rule_kernel[(len(part.positions), heads, blocks)](
-            rows.q, rows.k, rows.v, rows.decay, rows.beta, part.positions, part.counts,
-            part.tokens, *places, *kept, factors, output, heads, shape.key_heads, shape.key_dim,
-            shape.value_dim, form.rows, columns, min(form.depth, padded(shape.key_dim)), form.made,
-            num_warps=form.warps, num_stages=form.stages, enable_fp_fusion=False,
+            places, kept = (None, own), (held.first[first:last], None, updates, held.states)
+            put_factors(rows, shape, part, places, None, (place, count), factors)
+        _walk_kernel[(last - first, heads, triton.cdiv(shape.value_dim, columns))](
+            rows.q, rows.k, rows.v, rows.beta, part.positions, part.counts, part.tokens, *places,
+            *kept, *factors, output, place, count, heads, key_heads, *sizes, group, form.rows,
+            columns, depth, form.made, num_warps=form.warps, num_stages=form.stages,
+            enable_fp_fusion=False,
         )  # fmt: skip

@@ -26,8 +26,16 @@ import triton.language as tl
 
 from isobit.kernels.operands import DeltaInputs, DeltaShape, DeltaWeights, PagedBatch
 from isobit.kernels.spec.delta_rule import DeltaCarries
-from isobit.kernels.triton.delta_rows import CHUNK, DeltaBatch, DeltaRows, padded, rows_of
-from isobit.kernels.triton.delta_rule import FORMS, apply_rule, put_next_state
+from isobit.kernels.triton.delta_factors import FEW_ROWS
+from isobit.kernels.triton.delta_rows import (
+    CHUNK,
+    DeltaBatch,
+    DeltaRows,
+    padded,
+    reach_of,
+    rows_of,
+)
+from isobit.kernels.triton.delta_rule import apply_rule, put_next_state
 from isobit.kernels.triton.memory import to_device
 
 _CHUNK = tl.constexpr(CHUNK)
@@ -47,7 +55,6 @@ def _begin_kernel(
     h = tl.program_id(1)
     d = tl.program_id(2) * BK
     first = tl.program_id(0) * SEQUENCES
-    row = tl.arange(0, _CHUNK)
     for n in range(first, tl.minimum(first + SEQUENCES, count)):
         read = tl.load(READ + n).to(tl.int64)
         work = tl.load(WORK + n).to(tl.int64)
@@ -55,12 +62,11 @@ def _begin_kernel(
             rows = tl.where(read < 0, 0, _CHUNK)  # of the chunk in front
             held = read * H + h
             keys = KEYS + held * (_CHUNK * DK)
-            decays = tl.load(DECAYS + held * _CHUNK + row, mask=row < rows, other=0.0)
             for start in range(0, DV, BV):
                 put_next_state(
                     STATES + held * (DK * DV), read >= 0, STATES + (work * H + h) * (DK * DV),
-                    keys, keys, UPDATES + held * (_CHUNK * DV), decays, rows, rows, d, d + BK,
-                    start + tl.arange(0, BV), 1, DK, DV, BK,
+                    keys, keys, UPDATES + held * (_CHUNK * DV), DECAYS + held * _CHUNK, rows,
+                    rows, d, d + BK, start + tl.arange(0, BV), 1, DK, DV, BK, _PART,
                 )  # fmt: skip
 
 
@@ -217,11 +223,15 @@ class PagedDeltaRule:
         starts = new.cumsum(0) - new
         sent = to_device(torch.stack([positions, new, starts, read, written]).int(), device)
         batch = DeltaBatch(*sent.unbind(0), int(new.max()))
+        last = (torch.tensor(paged.lengths) - 1) // CHUNK
+        begin = torch.where(read == written, last, (positions - 1).clamp(min=0) // CHUNK)
+        chunks = last - begin + 1
+        order = torch.argsort(chunks, descending=True, stable=True)
         parts, fewest = list[DeltaBatch](), 0
-        for most in (1, *(form.rows for form in FORMS[:-1]), batch.longest):
-            if bool((chosen := (new > fewest) & (new <= most)).any()):
-                index = to_device(chosen.nonzero()[:, 0], device)
-                parts.append(batch.sequences(index, most))
+        for most in (1, FEW_ROWS, batch.longest):
+            if len(chosen := order[(new[order] > fewest) & (new[order] <= most)]):
+                reach = reach_of(chunks[chosen])
+                parts.append(batch.sequences(to_device(chosen, device), most, reach))
             fewest = most
         return cls(batch, to_device(owners.int(), device), parts)
 
@@ -245,8 +255,12 @@ class PagedDeltaRule:
         batch = DeltaBatch(*(column.int() for column in columns), 1)
         parts = [batch]
         if places is not None:
-            several = torch.where(batch.counts > 1, batch.counts, 0)
-            parts.append(replace(batch, counts=several, longest=FORMS[0].rows))  # at once
+            order, rows = batch.counts.argsort(descending=True), len(index)
+            for fewest, most in ((1, min(rows, FEW_ROWS)), (FEW_ROWS, rows)):
+                if reach := _reach(rows, fewest, most):
+                    part = batch.sequences(order[: reach[0]], most, reach)
+                    is_its = (part.counts > fewest) & (part.counts <= most)
+                    parts.append(replace(part, counts=torch.where(is_its, part.counts, 0)))
         return cls(batch, owners.int(), parts)
 
     def forward(
@@ -259,6 +273,14 @@ class PagedDeltaRule:
             apply = decode if part.longest == 1 else apply_rule
             apply(rows, weights.shape, part, carries, output)
         return output
+
+
+def _reach(rows: int, fewest: int, most: int) -> tuple[int, ...]:
+    """A bound for ``DeltaBatch.chunks`` of sequences that have more than ``fewest`` rows each, and
+    ``most`` at most, of so many in all: chunk c of a sequence is behind 64 (c - 1) of its rows.
+    """
+    needed = (max(fewest, CHUNK * (c - 1)) + 1 for c in range(most // CHUNK + 2))
+    return tuple(rows // number for number in needed if number <= most)
 
 
 def _check(position: int, count: int, read: int, written: int) -> None:

@@ -24,7 +24,7 @@ import torch
 
 from isobit.kernels.operands import DeltaGradients, DeltaInputs, DeltaWeights
 from isobit.kernels.triton.delta_chunks_backward import ChunkBlock, put_gradients
-from isobit.kernels.triton.delta_rows import CHUNK, DeltaBatch, rows_of
+from isobit.kernels.triton.delta_rows import CHUNK, DeltaBatch, reach_of, rows_of
 from isobit.kernels.triton.delta_rows_backward import rows_backward
 from isobit.kernels.triton.delta_rule import KeptStates, apply_rule
 from isobit.kernels.triton.memory import to_device
@@ -53,21 +53,25 @@ class PackedDeltaRule:
 
     def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
         counts = torch.tensor(lengths)
-        starts, chunks = counts.cumsum(0) - counts, (counts + CHUNK - 1) // CHUNK
+        order = torch.argsort(counts, descending=True, stable=True)
+        owners = torch.repeat_interleave(order.argsort(), counts)
+        starts = (counts.cumsum(0) - counts)[order]
+        counts = counts[order]
+        chunks = (counts + CHUNK - 1) // CHUNK
         first = (chunks - 1).cumsum(0) - (chunks - 1)
-        owners = torch.repeat_interleave(torch.arange(len(counts)), counts)
         of_sequences = torch.stack([torch.zeros_like(counts), counts, starts, first]).int()
         positions, sizes, tokens, places = to_device(of_sequences, device).unbind(0)
-        self._batch = DeltaBatch(positions, sizes, tokens, None, None, max(lengths))
+        self._batch = DeltaBatch(
+            positions, sizes, tokens, None, None, max(lengths), reach_of(chunks)
+        )
         self._owners, self._first = to_device(owners.int(), device), places
         self._chunks = int((chunks - 1).sum())
-        order = torch.argsort(counts, descending=True, stable=True)
         self._groups = [
             [
                 _block(starts[part], counts[part], first[part], range(begin, end), device)
                 for begin, end in _cuts(chunks[part].tolist())
             ]
-            for part in order.split(DELTA_CHUNKS)
+            for part in torch.arange(len(counts)).split(DELTA_CHUNKS)
         ]
         places = torch.cat([torch.arange(length) for length in lengths])
         self._positions = to_device(places, device)

@@ -14,8 +14,9 @@ and 4 a row.
     score head   6 C T, of a model without lm_head
     delta rule   a token: q, k, v, decay and beta in FP32; in the backward their gradients, of each
                  value head, and those of the convolution's output.  Once: factors of the chains of
-                 u and o, and u of as many sequences; in the backward what is made of 32 chunks, and
-                 sums of the convolution's gradient by blocks of tokens
+                 u and o of some chunks, and as many chunks' G and u, however many tokens there are;
+                 in the backward what is made of 32 chunks, and sums of the convolution's gradient
+                 by blocks of tokens
     experts      rows of k choices a token and 127 more an expert, each like a token of the dense
                  linears; the transposed matrices of all experts of one linear
 """
@@ -60,10 +61,7 @@ _LABELS = 12
 """Bytes of an expert's row: its place and its expert, and the counts of a block of tokens."""
 _SCALES = 1024  # a lower bound for the bytes of a transposed matrix to one of its scales
 FACTORS = 1 << 24
-"""FP32 factors of the delta rule's chains that exist at once, unless those of one sequence are
-more.
-"""
-FACTOR_ROWS, FACTOR_COLUMNS = 32, 128  # of rows and of a value, that a program has at once
+"""FP32 factors of the delta rule's chains that exist at once; more where one chunk has more."""
 DELTA_CHUNKS = 32  # that the backward of the delta rule takes at once
 DELTA_TOKENS = 128  # of a program of its convolution's backward
 HEAD_ROWS = 64  # the fastest products take lm_head's rows in whole tiles of so many
@@ -101,13 +99,13 @@ def delta(shape: DeltaShape) -> DeltaBytes:
     mixed = 4 * shape.channels + 64 * heads
     sums = 4 * shape.width * shape.channels
     chunk = DELTA_CHUNK * (7 * key + 10 * value + 9 * DELTA_CHUNK) + 4 * key * value
-    sequence = 2 * DELTA_CHUNK * FACTOR_ROWS * heads * -(-value // FACTOR_COLUMNS)
-    at_once = max(1, FACTORS // sequence)
+    factors = 2 * DELTA_CHUNK * DELTA_CHUNK * heads  # of a chunk
+    at_once = max(1, FACTORS // factors)
     return DeltaBytes(
         saved=4 * heads * key * value // DELTA_CHUNK,
         made=rows,
         gradients=rows + of_heads + mixed + sums // DELTA_TOKENS,
-        made_once=4 * at_once * (sequence + DELTA_CHUNK * shape.values),
+        made_once=4 * at_once * (factors + DELTA_CHUNK * (heads + shape.values)),
         gradients_once=4 * DELTA_CHUNKS * heads * chunk + 2 * sums,
     )
 
