@@ -4,11 +4,11 @@
 
 ``decode`` is a step of so many sequences, whose rows are ``spread`` over their chunks or all begin
 one (``first``), or of which each fourth has ``guesses``; ``forward`` and ``backward`` are those of
-training, of packed sequences.  Random inputs and carries; layers take turns, so that none is read
-from the L2 cache.  ``us`` is what a layer takes, kernels included that make rows of x; ``digest``
-is of outputs, carries, states and gradients.  ``--against`` measures another tree in a process of
-its own, and says by how many times this one is faster and whether both digests are the same; those
-of ``backward`` may differ.  ``--forms`` goes through forms of the programs: of rows that decode, of
+training, of packed sequences.  Random inputs and carries; layers of a step take turns, so that none
+is read from the L2 cache.  ``us`` is what a layer takes, kernels included that make rows of x;
+``digest`` is of outputs, carries, states and gradients.  ``--against`` measures another tree in a
+process of its own, and says by how many times this one is faster and whether both digests are the
+same; those of ``backward`` may differ.  ``--forms`` goes through forms of the programs: of rows that decode, of
 guesses, and in ``forward`` of the walk over chunks, of its factors and of how many exist at once.
 """
 

@@ -425,9 +425,14 @@ def exact(given: DeltaInputs, learnt: DeltaWeights, lengths: Sequence[int]) -> t
         return _differentiable(_leaves(given, learnt), learnt.shape, lengths)
 
 
-def check_backward(shape: DeltaShape, lengths: Sequence[int]) -> None:
-    """As near to FP64 as the specification's, and added to; the same bits again."""
+def check_backward(shape: DeltaShape, lengths: Sequence[int], far: float = 0.0) -> None:
+    """As near to FP64 as the specification's, and added to; the same bits again.  Some inputs are
+    so far from zero.
+    """
     learnt, given = weights(shape), inputs(shape, sum(lengths))
+    for one in (given.x, given.b):
+        one[::7] -= far
+        one[3::7] += far
     learnt = DeltaWeights(
         shape, learnt.convolution.float(), learnt.a_log.float(), learnt.dt_bias.float()
     )

@@ -90,6 +90,8 @@ def accuracy() -> None:
     prepare()
     check_output(OTHER, [70, 1])
     check_backward(OTHER, [140, 1, 64])
+    check_backward(OTHER, [20, 66], far=100.0)  # where exp(-x) is infinite
+    check_backward(replace(SHAPE, key_dim=144, value_dim=160), [65, 3])  # in two parts
     check_backward(SHAPE, [2])  # shorter than the convolution
     check_backward(replace(SHAPE, width=9), [3, 2])
 

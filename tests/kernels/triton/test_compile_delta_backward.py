@@ -1,5 +1,5 @@
 """The kernels of the gated delta rule's backward compile for sm_80 in 99 KiB, at the sizes of
-Qwen3.5 9B, and their PTX assembles for every card since.
+Qwen3.5 9B and in heads of 256, and their PTX assembles for every card since.
 """
 
 from typing import Any
@@ -22,8 +22,8 @@ KERNELS = {
     "convolution": rows._convolution_kernel,
 }
 CONSTANTS = {
-    "H": 32, "KH": 16, "DK": 128, "DV": 128, "BK": 128, "BV": 128, "PART": 16, "WIDTH": 4,
-    "SIZE": 128, "VECTORS": VECTORS, "ROOT": 128**-0.5, "TOKENS": DELTA_TOKENS,
+    "H": 32, "KH": 16, "DK": 128, "DV": 128, "BK": chunks.WIDEST, "BV": chunks.WIDEST,
+    "PART": 16, "WIDTH": 4, "SIZE": 128, "VECTORS": VECTORS, "ROOT": 128**-0.5, "TOKENS": DELTA_TOKENS,
     "CHANNELS": rows.CHANNELS,
 }  # fmt: skip
 TYPES = {
@@ -33,15 +33,18 @@ TYPES = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
+@pytest.mark.parametrize("size", [128, 256])
 @pytest.mark.parametrize("name", KERNELS)
-def test_backward(name: str) -> None:
+def test_backward(name: str, size: int) -> None:
     kernel = KERNELS[name]
+    sizes = {"DK": size, "DV": size, "SIZE": size, "ROOT": size**-0.5}
+    sizes |= {"BV": size} if name == "passed" else {}
     constants: dict[str, Any] = {}
     types = dict[str, str]()
     for parameter in kernel.params:
         if parameter.is_constexpr:
-            constants[parameter.name] = CONSTANTS[parameter.name]
+            constants[parameter.name] = (CONSTANTS | sizes)[parameter.name]
         else:
             types[parameter.name] = TYPES.get(parameter.name, "*fp32")
     warps = {"scatter": 4, "mixed": 4, "passed": 4}.get(name, 8)

@@ -54,6 +54,7 @@ from isobit.kernels.spec.qkv import Heads, factors
 CHUNK = DELTA_CHUNK
 Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 _EPSILON = 1e-6  # of the lengths of q and k
+_LARGEST = 87.0  # of an exponent, so that no gradient is 0 times infinity
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +127,11 @@ def _normalised(x: torch.Tensor) -> torch.Tensor:
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:
-    return 1 / (1 + torch.exp(-x))
+    return 1 / (1 + torch.exp((-x).clamp(max=_LARGEST)))
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
-    return x / (1 + torch.exp(-x))
+    return x / (1 + torch.exp((-x).clamp(max=_LARGEST)))
 
 
 @dataclass(frozen=True, slots=True)

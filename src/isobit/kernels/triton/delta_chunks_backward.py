@@ -27,6 +27,7 @@ import triton.language as tl
 from isobit.kernels.triton.delta_rows import CHUNK, DeltaRows, padded
 
 _CHUNK = tl.constexpr(CHUNK)
+WIDEST = 128  # numbers of a key or a value that a program has at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +67,25 @@ def _gather_kernel(
     place = chunk * H + head
     tl.store(GAMMA + (place * _CHUNK + i[:, None]) * _CHUNK + i[None, :], gamma)
     tl.store(SEEN + place * _CHUNK + i, seen)
-    d = tl.arange(0, BK)[None, :]
-    of_key = (token[:, None] * KH + head // (H // KH)) * DK + d
-    to = (place * _CHUNK + i[:, None]) * DK + d
-    q = tl.load(Q + of_key, mask=d < DK, other=0.0)
-    k = tl.load(K + of_key, mask=d < DK, other=0.0)
-    tl.store(OWN_Q + to, q, mask=d < DK)
-    tl.store(OWN_K + to, k, mask=d < DK)
-    tl.store(SEEN_Q + to, seen[:, None] * q, mask=d < DK)
-    beta = tl.load(BETA + token * H + head)
-    tl.store(READ_K + to, (beta * seen)[:, None] * k, mask=d < DK)
-    tl.store(ENDS + to, tl.exp((last - total).to(tl.float32))[:, None] * k, mask=d < DK)
-    d = tl.arange(0, BV)[None, :]
-    of_value = (token[:, None] * H + head) * DV + d
-    is_there = (i < tl.load(SIZES + chunk))[:, None] & (d < DV)
-    given = tl.load(D_OUTPUT + of_value, mask=is_there, other=0.0).to(tl.float32)
-    tl.store(OWN_D + (place * _CHUNK + i[:, None]) * DV + d, given, mask=d < DV)
+    read = tl.load(BETA + token * H + head) * seen
+    left = tl.exp((last - total).to(tl.float32))
+    for first in range(0, DK, BK):
+        d = first + tl.arange(0, BK)[None, :]
+        of_key = (token[:, None] * KH + head // (H // KH)) * DK + d
+        to = (place * _CHUNK + i[:, None]) * DK + d
+        q = tl.load(Q + of_key, mask=d < DK, other=0.0)
+        tl.store(OWN_Q + to, q, mask=d < DK)
+        tl.store(SEEN_Q + to, seen[:, None] * q, mask=d < DK)
+        k = tl.load(K + of_key, mask=d < DK, other=0.0)
+        tl.store(OWN_K + to, k, mask=d < DK)
+        tl.store(READ_K + to, read[:, None] * k, mask=d < DK)
+        tl.store(ENDS + to, left[:, None] * k, mask=d < DK)
+    is_there = (i < tl.load(SIZES + chunk))[:, None]
+    for first in range(0, DV, BV):
+        d = first + tl.arange(0, BV)[None, :]
+        of_value = (token[:, None] * H + head) * DV + d
+        given = tl.load(D_OUTPUT + of_value, mask=is_there & (d < DV), other=0.0).to(tl.float32)
+        tl.store(OWN_D + (place * _CHUNK + i[:, None]) * DV + d, given, mask=d < DV)
 
 
 @triton.jit
@@ -102,12 +106,13 @@ def _factors_kernel(
     tl.store(SHARED + at, shared)
     tl.store(OVERLAP + at, beta * shared)
     tl.store(READ_BY + at, tl.load(READ_BY + at) * gamma)
-    d = tl.arange(0, BV)[None, :]
-    v = tl.load(V + (token[:, None] * H + head) * DV + d, mask=d < DV, other=0.0)
-    at = (place * _CHUNK + i[:, None]) * DV + d
-    wanted = v - seen * tl.load(TOLD + at, mask=d < DV, other=0.0)
-    tl.store(WANTED + at, wanted, mask=d < DV)
-    tl.store(GIVEN + at, beta * wanted, mask=d < DV)
+    for first in range(0, DV, BV):
+        d = first + tl.arange(0, BV)[None, :]
+        v = tl.load(V + (token[:, None] * H + head) * DV + d, mask=d < DV, other=0.0)
+        of_row = (place * _CHUNK + i[:, None]) * DV + d
+        wanted = v - seen * tl.load(TOLD + of_row, mask=d < DV, other=0.0)
+        tl.store(WANTED + of_row, wanted, mask=d < DV)
+        tl.store(GIVEN + of_row, beta * wanted, mask=d < DV)
 
 
 @triton.jit
@@ -160,26 +165,30 @@ def _gradients_kernel(
     tl.store(D_READ_BY + at, d_read_by * gamma)
     d_overlap = tl.where(below, d_overlap * gamma * beta[:, None], 0.0)
     tl.store(D_OVERLAP + at, d_overlap + tl.trans(d_overlap))
-    d = tl.arange(0, BV)[None, :]
-    at = (place * _CHUNK + i[:, None]) * DV + d
-    d_wanted = tl.load(D_WANTED + at, mask=d < DV, other=0.0)
-    d_beta += tl.sum(d_wanted * tl.load(WANTED + at, mask=d < DV, other=0.0), 1)
-    d_v = beta[:, None] * d_wanted
-    to = (token[:, None] * H + head) * DV + d
-    tl.store(DV_ROWS + to, d_v, mask=(d < DV) & is_there[:, None])
-    d_v *= seen[:, None]
-    tl.store(SEEN_D + at, d_v, mask=d < DV)
-    told = tl.load(TOLD + at, mask=d < DV, other=0.0)
-    d_total -= tl.sum((d_v * told).to(tl.float64), 1)
-    d = tl.arange(0, BK)[None, :]
-    at = (place * _CHUNK + i[:, None]) * DK + d
-    d_query = tl.load(D_QUERY + at, mask=d < DK, other=0.0)
-    q = tl.load(SEEN_Q + at, mask=d < DK, other=0.0)
-    d_total += tl.sum((q * d_query).to(tl.float64), 1)
-    tl.store(D_QUERY + at, d_query * seen[:, None], mask=d < DK)
-    d_ends = tl.load(D_ENDS + at, mask=d < DK, other=0.0)
-    moved = tl.sum((tl.load(ENDS + at, mask=d < DK, other=0.0) * d_ends).to(tl.float64), 1)
-    tl.store(D_ENDS + at, d_ends * last[:, None], mask=d < DK)
+    for first in range(0, DV, BV):
+        d = first + tl.arange(0, BV)[None, :]
+        of_row = (place * _CHUNK + i[:, None]) * DV + d
+        d_wanted = tl.load(D_WANTED + of_row, mask=d < DV, other=0.0)
+        d_beta += tl.sum(d_wanted * tl.load(WANTED + of_row, mask=d < DV, other=0.0), 1)
+        d_v = beta[:, None] * d_wanted
+        to = (token[:, None] * H + head) * DV + d
+        tl.store(DV_ROWS + to, d_v, mask=(d < DV) & is_there[:, None])
+        d_v *= seen[:, None]
+        tl.store(SEEN_D + of_row, d_v, mask=d < DV)
+        told = tl.load(TOLD + of_row, mask=d < DV, other=0.0)
+        d_total -= tl.sum((d_v * told).to(tl.float64), 1)
+    moved = tl.zeros([_CHUNK], tl.float64)
+    for first in range(0, DK, BK):
+        d = first + tl.arange(0, BK)[None, :]
+        of_row = (place * _CHUNK + i[:, None]) * DK + d
+        d_query = tl.load(D_QUERY + of_row, mask=d < DK, other=0.0)
+        q = tl.load(SEEN_Q + of_row, mask=d < DK, other=0.0)
+        d_total += tl.sum((q * d_query).to(tl.float64), 1)
+        tl.store(D_QUERY + of_row, d_query * seen[:, None], mask=d < DK)
+        d_ends = tl.load(D_ENDS + of_row, mask=d < DK, other=0.0)
+        ends = tl.load(ENDS + of_row, mask=d < DK, other=0.0)
+        moved += tl.sum((ends * d_ends).to(tl.float64), 1)
+        tl.store(D_ENDS + of_row, d_ends * last[:, None], mask=d < DK)
     is_last = i == _CHUNK - 1
     moved = tl.where(is_last, 0.0, moved)
     passed = tl.load(PASSED + place)
@@ -197,13 +206,15 @@ def _scatter_kernel(
     """The gradients of q and k of a chunk to the rows of their tokens."""
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, _CHUNK)[:, None]
-    d = tl.arange(0, BK)[None, :]
     token = tl.load(TOKENS + chunk * _CHUNK + i)
-    inside = (d < DK) & (i < tl.load(SIZES + chunk))
-    at = ((chunk * H + head) * _CHUNK + i) * DK + d
-    to = (token * H + head) * DK + d
-    tl.store(DQ_ROWS + to, tl.load(D_QUERY + at, mask=inside, other=0.0), mask=inside)
-    tl.store(DK_ROWS + to, tl.load(D_KEY + at, mask=inside, other=0.0), mask=inside)
+    is_there = i < tl.load(SIZES + chunk)
+    for first in range(0, DK, BK):
+        d = first + tl.arange(0, BK)[None, :]
+        inside = (d < DK) & is_there
+        at = ((chunk * H + head) * _CHUNK + i) * DK + d
+        to = (token * H + head) * DK + d
+        tl.store(DQ_ROWS + to, tl.load(D_QUERY + at, mask=inside, other=0.0), mask=inside)
+        tl.store(DK_ROWS + to, tl.load(D_KEY + at, mask=inside, other=0.0), mask=inside)
 
 
 def put_gradients(
@@ -226,7 +237,7 @@ def put_gradients(
     """
     n, heads, key_dim, value_dim = state.shape
     key_heads, grid = rows.q.shape[1], (n, heads)
-    wide = padded(key_dim), padded(value_dim)
+    wide = min(padded(key_dim), WIDEST), min(padded(value_dim), WIDEST)
 
     def empty(*sizes: int) -> torch.Tensor:
         return state.new_empty(n, heads, *sizes)
@@ -265,7 +276,7 @@ def put_gradients(
     dq_rows, dk_rows, dv_rows, d_decay, d_beta = d_rows
     passed = torch.empty(n * heads, dtype=torch.float64, device=state.device)
     _passed_kernel[(n * heads,)](
-        state, d_behind, seen, passed, key_dim, value_dim, wide[1], 16, num_warps=4
+        state, d_behind, seen, passed, key_dim, value_dim, padded(value_dim), 16, num_warps=4
     )
     seen_d = empty(CHUNK, value_dim)
     _gradients_kernel[grid](

@@ -26,7 +26,7 @@ from isobit.kernels.triton.delta_rows import VECTORS, padded, sigmoid
 from isobit.kernels.triton.sizes import DELTA_TOKENS
 
 _EPSILON = tl.constexpr(1e-6)
-CHANNELS = 128  # of a program of the convolution's backward
+CHANNELS = 64  # of a program of the convolution's backward
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -147,4 +147,4 @@ def _steps(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """a and b [T, H] -> g and beta."""
     decay = -torch.exp(rate) * torch.nn.functional.softplus(a + step)
-    return decay, 1 / (1 + torch.exp(-b))
+    return decay, torch.sigmoid(b)
