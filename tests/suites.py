@@ -3,6 +3,7 @@
     pytest                the quick suite: every behaviour is guarded once
     pytest --all          everything: whole grids, kills at every phase, soaks
     pytest --rest         what the quick suite leaves out, alone (`make test-all` runs both)
+    pytest --hypothesis-seed=7   properties draw other examples than the usual ones, of that seed
 
 Three marks say what the quick suite leaves out, beside the test that they speak of:
 
@@ -45,7 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile(
         "isobit",
         deadline=None,
-        derandomize=True,
+        database=None,
+        derandomize=config.getoption("--hypothesis-seed", None) is None,
         max_examples=examples(100),
         suppress_health_check=[HealthCheck.too_slow],
     )

@@ -48,6 +48,28 @@ def test_marks(pytester: pytest.Pytester, words: list[str], passed: int, example
     result.stdout.fnmatch_lines([f"*examples {examples}*"])
 
 
+DRAWING = """
+from hypothesis import given, strategies
+
+@given(strategies.integers(0, 10**9))
+def test_property(value):
+    print("drew", value)
+"""
+
+
+def test_a_seed_draws_other_examples_and_each_seed_its_own(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(DRAWING)
+
+    def drawn(*words: str) -> list[str]:
+        result = pytester.runpytest_inprocess("-s", "-p", "tests.suites", *words)
+        result.assert_outcomes(passed=1)
+        return [line for line in result.outlines if "drew" in line]
+
+    usual, seven, eight = drawn(), drawn("--hypothesis-seed=7"), drawn("--hypothesis-seed=8")
+    assert usual == drawn() and seven == drawn("--hypothesis-seed=7")
+    assert usual != seven != eight != usual
+
+
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 3, 3), (4, 2, 5, 2)])
 def test_pairs_are_covered_by_fewer_cases(sizes: tuple[int, ...]) -> None:
     cases = list(product(*map(range, sizes)))

@@ -49,7 +49,7 @@ LEARNT, FORGOTTEN = 0.2, 0.02
 estimate where none are worth it.
 """
 LEAST_COST = 1 / 8
-"""Of the estimate: where steps are shorter than by theirs, guesses can still become dear."""
+"""A share of the estimate, from which guesses can become dear again."""
 
 
 class StepTimes(Protocol):

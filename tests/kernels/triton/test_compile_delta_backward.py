@@ -23,8 +23,8 @@ KERNELS = {
 }
 CONSTANTS = {
     "H": 32, "KH": 16, "DK": 128, "DV": 128, "BK": chunks.WIDEST, "BV": chunks.WIDEST,
-    "PART": 16, "WIDTH": 4, "SIZE": 128, "VECTORS": VECTORS, "ROOT": 128**-0.5, "TOKENS": DELTA_TOKENS,
-    "CHANNELS": rows.CHANNELS,
+    "PART": 16, "WIDTH": 4, "SIZE": 128, "VECTORS": VECTORS, "ROOT": 128**-0.5,
+    "TOKENS": DELTA_TOKENS, "CHANNELS": rows.CHANNELS,
 }  # fmt: skip
 TYPES = {
     **dict.fromkeys(("X", "CONVOLUTION", "D_OUTPUT", "DX"), "*bf16"),
