@@ -8,9 +8,9 @@ training, of packed sequences.  Random inputs and carries; layers of a step take
 is read from the L2 cache.  ``us`` is what a layer takes, kernels included that make rows of x;
 ``digest`` is of outputs, carries, states and gradients.  ``--against`` measures another tree in a
 process of its own, and says by how many times this one is faster and whether both digests are the
-same; those of ``backward`` may differ.  ``--forms`` goes through forms of the programs: of rows that
-decode, of guesses, and in ``forward`` of the walk over chunks, of its factors and of how many exist
-at once.
+same; those of ``backward`` may differ.  ``--forms`` goes through forms of the programs: of rows
+that decode, of guesses, and in ``forward`` of the walk over chunks, of its factors and of how many
+exist at once.
 """
 
 import argparse
