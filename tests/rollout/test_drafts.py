@@ -612,6 +612,8 @@ def test_what_guesses_cost_is_learnt_from_steps_that_have_them() -> None:
     few = decoding(0.6, 0.6)
     assert dear.steps(drafter, few, LONGEST_REST + 50, 0.6) >= 50, "few cost what they did"
     assert dear.steps(drafter, samples, 4000, 0.9) > 2000, "tried again after a while"
+    free = Clocked(0.01)
+    assert free.steps(clocked(free), samples, 20, 9.0) == 20, "none is estimated, and none learnt"
     short = Clocked(-0.001, wait_s=0.5, host_s=0.05)
     drafter = clocked(short)
     assert short.steps(drafter, samples, 4000, 0.0) == 4000

@@ -131,9 +131,9 @@ class Drafter:
         A pause that has other reasons counts twice what is known at most.
         """
         began, self._began = self._began, self._times.now()
-        if self._planned is not None and self._began:
-            device_s, samples = self._planned
-            estimate = self._times.wait_s + self._times.host_s * samples
+        device_s, samples = self._planned or (0.0, 0)
+        estimate = self._times.wait_s + self._times.host_s * samples
+        if samples and estimate and self._began:
             cost, bits = (self._began - began - device_s) / estimate, samples.bit_length()
             known = self._costs[bits]
             known += LEARNT * (min(cost, 2 * known) - known)
