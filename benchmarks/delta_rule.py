@@ -1,16 +1,23 @@
 """The gated delta rule of one layer on a card: microseconds, kernel by kernel, and its bits.
 
     python -m benchmarks.delta_rule [--against OLDER/src] [--forms] > ROWS.jsonl
+    python -m benchmarks.delta_rule --beside-native > ROWS.jsonl
 
 ``decode`` is a step of so many sequences, whose rows are ``spread`` over their chunks or all begin
 one (``first``), or of which each fourth has ``guesses``; ``forward`` and ``backward`` are those of
-training, of packed sequences.  Random inputs and carries; layers of a step take turns, so that none
-is read from the L2 cache.  ``us`` is what a layer takes, kernels included that make rows of x;
-``digest`` is of outputs, carries, states and gradients.  ``--against`` measures another tree in a
-process of its own, and says by how many times this one is faster and whether both digests are the
-same; those of ``backward`` may differ.  ``--forms`` goes through forms of the programs: of rows
-that decode, of guesses, and in ``forward`` of the walk over chunks, of its factors and of how many
-exist at once.
+training, of packed sequences, and ``prefill`` is of whole prompts.  Random inputs and carries;
+layers of a step take turns, so that none is read from the L2 cache.  ``us`` is what a layer takes,
+kernels included that make rows of x; ``digest`` is of outputs, carries, states and gradients.
+
+``--against`` measures another tree in a process of its own, and says by how many times this one is
+faster and whether both digests are the same; those of ``backward`` may differ.  ``--forms`` goes
+through forms of the programs: of rows that decode, of guesses, and in ``forward`` of the walk over
+chunks, of its factors and of how many exist at once.
+
+``--beside-native`` measures the cases that flash-linear-attention has too
+(``benchmarks.native_delta_rule``), first alone and then beside its BF16 kernels: ``native_us`` is
+what those take and ``times_native`` is ours over theirs.  Behind them ``error`` and
+``native_error`` are how far outputs and gradients are from FP64, relative to their norms.
 """
 
 import argparse
@@ -25,11 +32,19 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType as Module
+from typing import Any
 
 import torch
 
+from benchmarks import native_delta_rule as native
 from benchmarks.common import Row, card_row, kernel_times, printed
-from isobit.kernels.operands import DeltaGradients, DeltaInputs, DeltaShape, DeltaWeights
+from isobit.kernels.operands import (
+    DeltaGradients,
+    DeltaInputs,
+    DeltaShape,
+    DeltaWeights,
+    PagedBatch,
+)
 from isobit.kernels.spec.delta_rule import DeltaCarries
 from isobit.kernels.triton import delta_rule
 from isobit.kernels.triton.delta_rule_training import PackedDeltaRule
@@ -40,6 +55,8 @@ COUNTS, LENGTHS = (1, 8, 32, 64, 128, 256), ((2048,) * 4, (8192,))
 FEW = 32  # sequences of which a card has room for the carries of all layers
 LAYERS, OF_MANY = 24, 3
 GUESSES = 3
+NATIVE_COUNTS = 256, 32, 1  # the most first, since the native kernels' forms are chosen with it
+ERROR_LENGTHS = 300, 300
 Work = Callable[[int], list[torch.Tensor]]
 """Of a layer; the tensors that it writes."""
 
@@ -56,13 +73,15 @@ def random_inputs(shape: DeltaShape, tokens: int, device: str) -> DeltaInputs:
     return DeltaInputs(*made)
 
 
+def paged_rule() -> Any:
+    """The rule of the rollout, which has another place in older trees."""
+    if hasattr(delta_rule, "PagedDeltaRule"):
+        return import_module("isobit.kernels.triton.delta_rule").PagedDeltaRule
+    return import_module("isobit.kernels.triton.delta_rule_rollout").PagedDeltaRule
+
+
 def decode_work(shape: DeltaShape, count: int, case: str, device: str) -> tuple[int, Work]:
     """Steps of so many layers.  A sequence has two carries, of which it reads the first."""
-    module = import_module(
-        "isobit.kernels.triton.delta_rule"
-        if hasattr(delta_rule, "PagedDeltaRule")  # in older trees
-        else "isobit.kernels.triton.delta_rule_rollout"
-    )
     layers = LAYERS if count <= FEW else OF_MANY
     rows = torch.ones(count, dtype=torch.int64)
     if case == "guesses":
@@ -83,13 +102,33 @@ def decode_work(shape: DeltaShape, count: int, case: str, device: str) -> tuple[
     begins = (position + rows - 1) // CHUNK != (position - 1) // CHUNK
     of_rows = position[owners] + places, 2 * owners, (2 * index + begins)[owners], places
     columns = [one.to(device) for one in of_rows]
-    rule = module.PagedDeltaRule.decoding(*columns[: 4 if case == "guesses" else 3])
+    rule = paged_rule().decoding(*columns[: 4 if case == "guesses" else 3])
 
     def work(layer: int) -> list[torch.Tensor]:
         held = carries[layer]
         return [rule.forward(held, inputs, weights), *held.tensors]
 
     return layers, work
+
+
+def prefill_work(shape: DeltaShape, lengths: Sequence[int], device: str) -> tuple[int, Work]:
+    """Whole prompts, of which carries are left."""
+    count = len(lengths)
+    none = torch.zeros(count, 0, dtype=torch.int64)
+    carried = torch.stack([torch.full((count,), -1), torch.arange(count)])
+    batch = PagedBatch(tuple(lengths), tuple(lengths), none, none, carried)
+    rule = paged_rule().of(batch, torch.device(device))
+    weights, inputs = random_weights(shape, device), random_inputs(shape, sum(lengths), device)
+
+    def zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(sizes, dtype=dtype, device=device)
+
+    carries = DeltaCarries(shape, count, torch.bfloat16, zeros)
+
+    def work(_: int) -> list[torch.Tensor]:
+        return [rule.forward(carries, inputs, weights), *carries.tensors]
+
+    return 1, work
 
 
 def forward_work(shape: DeltaShape, lengths: Sequence[int], device: str) -> tuple[int, Work]:
@@ -143,6 +182,8 @@ def cases(shape: DeltaShape, device: str) -> Iterator[tuple[Row, Callable[[], tu
         yield name, lambda lengths=lengths: forward_work(shape, lengths, device)
         name = {"case": "backward", "lengths": list(lengths)}
         yield name, lambda lengths=lengths: backward_work(shape, lengths, device)
+        name = {"case": "prefill", "lengths": list(lengths)}
+        yield name, lambda lengths=lengths: prefill_work(shape, lengths, device)
 
 
 def measure(shape: DeltaShape, device: str) -> Iterator[Row]:
@@ -195,6 +236,87 @@ def measure_forms(shape: DeltaShape, device: str) -> Iterator[Row]:
             setattr(module, where, usual)
 
 
+def native_times(name: Row, shape: DeltaShape, device: str, gates: str) -> Row:
+    """What the native kernels take for a case."""
+    tokens = name["sequences"] if name["case"] == "decode" else sum(name["lengths"])
+    weights, inputs = random_weights(shape, device), random_inputs(shape, tokens, device)
+    return native.timed(*native.work_of(name, inputs, weights, gates), REPEATS)
+
+
+def native_rows(found: list[tuple[Row, Row]], shape: DeltaShape, device: str) -> Iterator[Row]:
+    """Cases with both kernels, of those that were measured with ours."""
+    yield native.caught(native.version)
+    lifted = native.caught(lambda: {"native_refusal_lifted": native.lift_refusal(shape)})
+    order = {count: place for place, count in enumerate((None, *NATIVE_COUNTS))}
+    for name, ours in sorted(found, key=lambda pair: order[pair[0].get("sequences")]):
+        for gates in native.GATES:
+            torch.manual_seed(0)
+            row = name | {"gates": gates, "us": ours["us"]}
+            row |= lifted if name["case"] == "backward" else {}
+            row |= native.caught(lambda name=name, of=gates: native_times(name, shape, device, of))
+            if "native_us" in row:
+                row["times_native"] = row["us"] / row["native_us"]
+            yield row
+
+
+def measure_beside_native(shape: DeltaShape, device: str) -> Iterator[Row]:
+    """Cases that the native kernels have too: all with ours alone, so that no fault of another
+    package takes them along, then with both, and how far both are from FP64.
+    """
+    found = list[tuple[Row, Row]]()
+    for name, make in cases(shape, device):
+        if name["case"] == "decode" and name["rows"] != "spread":
+            continue
+        if name.get("sequences", NATIVE_COUNTS[0]) in NATIVE_COUNTS:
+            torch.manual_seed(0)
+            found.append((name, measured(*make())))
+            yield name | found[-1][1]
+    yield from native_rows(found, shape, device)
+    yield from error_rows(shape, device)
+
+
+def our_outputs(
+    inputs: DeltaInputs, weights: DeltaWeights, d_output: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """o [T, H DV], and the gradients of x, a and b."""
+    rule = PackedDeltaRule(ERROR_LENGTHS, inputs.x.device)
+    output, saved = rule.forward(inputs, weights)
+    held = weights.convolution, weights.a_log, weights.dt_bias
+    gradients = DeltaGradients(*(torch.zeros_like(one, dtype=torch.float32) for one in held))
+    found = rule.backward(saved, d_output, weights, gradients)
+    return {"o": output, "x": found.x, "a": found.a, "b": found.b}
+
+
+def error_rows(shape: DeltaShape, device: str) -> Iterator[Row]:
+    """How far from FP64 outputs and gradients are, in the forms that were measured."""
+    torch.manual_seed(0)
+    weights = random_weights(shape, device)
+    inputs = random_inputs(shape, sum(ERROR_LENGTHS), device)
+    d_output = torch.randn(sum(ERROR_LENGTHS), shape.values, device=device).bfloat16()
+    output, leaves = native.recurrence(inputs, weights, len(ERROR_LENGTHS))
+    found = torch.autograd.grad(output, leaves[:3], d_output.double())
+    exact = {"o": output.detach(), **dict(zip("xab", found, strict=True))}
+
+    def errors(made: dict[str, torch.Tensor]) -> Row:
+        """Norms of differences over those of what is exact."""
+        return {
+            name: float((one.double() - exact[name]).norm() / exact[name].norm())
+            for name, one in made.items()
+        }
+
+    ours = errors(our_outputs(inputs, weights, d_output))
+
+    def of_native(gates: str, given: torch.Tensor | None) -> Row:
+        made = native.outputs_of(inputs, weights, ERROR_LENGTHS, gates, given)
+        return {"native_error": errors(made)}
+
+    for case, names, given in (("forward", "o", None), ("backward", "xab", d_output)):
+        error = {name: ours[name] for name in names}
+        for gates in native.GATES:
+            name = {"case": case, "lengths": list(ERROR_LENGTHS), "gates": gates, "error": error}
+            yield name | native.caught(lambda of=gates, given=given: of_native(of, given))
+
+
 def older(source: Path, shape: str) -> list[Row]:
     """The rows of another tree's kernels."""
     root = Path(__file__).resolve().parents[1]
@@ -209,10 +331,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--against", type=Path, metavar="SRC")
     parser.add_argument("--forms", action="store_true")
+    parser.add_argument("--beside-native", action="store_true")
     parser.add_argument("--shape", default="qwen3.5-9b")
     asked = parser.parse_args()
     shape = model_shape(asked.shape).delta
     assert shape is not None, "the shape has gated delta nets"
+    if asked.beside_native:
+        printed(card_row())
+        for row in measure_beside_native(shape, "cuda"):
+            printed(row)
+        return
     theirs = older(asked.against, asked.shape) if asked.against else []
     printed(card_row())
     for number, row in enumerate(measure(shape, "cuda")):
