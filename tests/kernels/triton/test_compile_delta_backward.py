@@ -13,11 +13,18 @@ from isobit.kernels.triton.sizes import DELTA_TOKENS
 from tests.kernels.triton.assembled import assert_assembles, compile_portable
 
 KERNELS = {
-    "gather": chunks._gather_kernel,
     "factors": chunks._factors_kernel,
+    "reads": chunks._reads_kernel,
+    "outputs": chunks._outputs_kernel,
+    "fronts": chunks._fronts_kernel,
+    "states": chunks._states_kernel,
+    "told": chunks._told_kernel,
+    "updates": chunks._updates_kernel,
+    "pairs": chunks._pairs_kernel,
+    "ends": chunks._ends_kernel,
     "passed": chunks._passed_kernel,
-    "gradients": chunks._gradients_kernel,
-    "scatter": chunks._scatter_kernel,
+    "gates": chunks._gates_kernel,
+    "keys": chunks._keys_kernel,
     "mixed": rows._mixed_kernel,
     "convolution": rows._convolution_kernel,
 }
@@ -28,8 +35,10 @@ CONSTANTS = {
 }  # fmt: skip
 TYPES = {
     **dict.fromkeys(("X", "CONVOLUTION", "D_OUTPUT", "DX"), "*bf16"),
-    **dict.fromkeys(("tokens", "channels"), "i32"),
-    **{"TOKENS": "*i64", "POSITION": "*i64", "SIZES": "*i32", "PASSED": "*fp64"},
+    **dict.fromkeys(("tokens", "channels", "behind"), "i32"),
+    **dict.fromkeys(("TOKENS", "POSITION", "STATES"), "*i64"),
+    **dict.fromkeys(("SIZES", "FIRSTS", "LENGTHS"), "*i32"),
+    "PASSED": "*fp64",
 }
 
 
@@ -38,8 +47,9 @@ TYPES = {
 @pytest.mark.parametrize("name", KERNELS)
 def test_backward(name: str, size: int) -> None:
     kernel = KERNELS[name]
-    sizes = {"DK": size, "DV": size, "SIZE": size, "ROOT": size**-0.5}
-    sizes |= {"BV": size} if name == "passed" else {}
+    sizes = {"DK": size, "DV": size, "SIZE": size, "ROWS": size, "ROOT": size**-0.5}
+    widths = {"passed": size, "states": chunks.COLUMNS * 128 // size}
+    sizes |= {"BV": widths[name]} if name in widths else {}
     constants: dict[str, Any] = {}
     types = dict[str, str]()
     for parameter in kernel.params:
@@ -47,5 +57,5 @@ def test_backward(name: str, size: int) -> None:
             constants[parameter.name] = (CONSTANTS | sizes)[parameter.name]
         else:
             types[parameter.name] = TYPES.get(parameter.name, "*fp32")
-    warps = {"scatter": 4, "mixed": 4, "passed": 4}.get(name, 8)
+    warps = 8 if name in ("factors", "gates", "convolution") else 4
     assert_assembles(compile_portable(kernel, types, constants, warps))

@@ -1,5 +1,4 @@
-"""The backward of whole chunks of the gated delta rule: batched products of torch, and what stands
-between them as kernels, one program a chunk and value head.
+"""The backward of whole chunks of the gated delta rule.
 
 With Gamma_ij = exp(G_i - G_j) on and below the diagonal, else 0:
 
@@ -7,10 +6,22 @@ With Gamma_ij = exp(G_i - G_j) on and below the diagonal, else 0:
     P = Gamma_ij (q_i . k_j)                    u = T (beta r)              E = Gamma_63j k_j
     o = exp(G) (q S0) + P u                     S1 = exp(G_63) S0 + E^T u
 
+The gradient of the state alone goes from a chunk to the one before it.  With W = T (beta exp(G) k)
+and F = (exp(G) q)^T dO - W^T (P^T dO), which need no state,
+
+    dS0 = exp(G_63) dS1 + F - W^T (E dS1)
+
+so F is made of all chunks at once, and ``_states_kernel`` walks them from the end, a program for
+some columns of a state, and puts dS1 in the place of F.  The gradients of what a chunk is made of
+are then those of all chunks at once, one program a chunk, value head and block of columns.
+
+**Precision.**  Products are those of TF32 on tensor cores, three for one (``tf32x3``): both
+operands are cut in two numbers of 11 bits, and the product of the lower ones is left out.
 Differences of G are made in FP64, since in FP32 they lose what small decays add, and so are the
 sums that give the gradients of G, since most of what is added to one is taken away from another.
 
-Shapes: n chunks of 64 rows, H value heads, H / r key heads, heads of DK and DV; FP32.
+Shapes: n chunks of 64 rows, H value heads, H / r key heads (KH), heads of DK and DV; FP32.  Rows
+that are not there are zeros.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -27,7 +38,9 @@ import triton.language as tl
 from isobit.kernels.triton.delta_rows import CHUNK, DeltaRows, padded
 
 _CHUNK = tl.constexpr(CHUNK)
-WIDEST = 128  # numbers of a key or a value that a program has at once
+_DEPTH = tl.constexpr(16)  # terms of a sum that a product takes at once
+WIDEST = 64  # numbers of a key or a value that a program has at once
+COLUMNS = 32  # of a state that a program walks, with all its rows; half as many of more than 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,125 +49,319 @@ class ChunkBlock:
     sequence first.
     """
 
-    counts: tuple[int, ...]  # sequences that reach each of the places, which is no more than before
-    tokens: torch.Tensor  # int64 [n, 64]: the token of each row; one that is not there repeats
-    sizes: torch.Tensor  # int32 [n]: rows that are there
+    tokens: torch.Tensor  # int64 [n]: the token of the first row
+    sizes: torch.Tensor  # int32 [n]: rows
+    states: torch.Tensor  # int64 [n]: the place of the state in front of it, -1 where it is zeros
+    firsts: torch.Tensor  # int32 [places]: the first chunk of each place
+    lengths: torch.Tensor  # int32 [sequences]: chunks of each
 
 
 @triton.jit
-def _totals(DECAY, token, head, H: tl.constexpr):
-    """FP64 [64]: G of each row."""
-    i = tl.arange(0, _CHUNK)
-    decay = tl.load(DECAY + token * H + head).to(tl.float64)
-    return tl.sum(tl.where(i[None, :] <= i[:, None], decay[None, :], 0.0), 1)
-
-
-@triton.jit
-def _gather_kernel(
-    Q, K, D_OUTPUT, DECAY, BETA, TOKENS, SIZES, OWN_Q, OWN_K, OWN_D, SEEN_Q, READ_K, ENDS, GAMMA,
-    SEEN, H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr,
-):  # fmt: skip
-    """q, k and dO of a chunk, exp(G) q, beta exp(G) k, E, Gamma and exp(G)."""
-    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i = tl.arange(0, _CHUNK)
-    token = tl.load(TOKENS + chunk * _CHUNK + i)
-    total = _totals(DECAY, token, head, H)
-    last = tl.sum(tl.where(i == _CHUNK - 1, total, 0.0), 0)
-    seen = tl.exp(total.to(tl.float32))
-    distance = (total[:, None] - total[None, :]).to(tl.float32)
-    gamma = tl.where(i[None, :] <= i[:, None], tl.exp(distance), 0.0)
-    place = chunk * H + head
-    tl.store(GAMMA + (place * _CHUNK + i[:, None]) * _CHUNK + i[None, :], gamma)
-    tl.store(SEEN + place * _CHUNK + i, seen)
-    read = tl.load(BETA + token * H + head) * seen
-    left = tl.exp((last - total).to(tl.float32))
-    for first in range(0, DK, BK):
-        d = first + tl.arange(0, BK)[None, :]
-        of_key = (token[:, None] * KH + head // (H // KH)) * DK + d
-        to = (place * _CHUNK + i[:, None]) * DK + d
-        q = tl.load(Q + of_key, mask=d < DK, other=0.0)
-        tl.store(OWN_Q + to, q, mask=d < DK)
-        tl.store(SEEN_Q + to, seen[:, None] * q, mask=d < DK)
-        k = tl.load(K + of_key, mask=d < DK, other=0.0)
-        tl.store(OWN_K + to, k, mask=d < DK)
-        tl.store(READ_K + to, read[:, None] * k, mask=d < DK)
-        tl.store(ENDS + to, left[:, None] * k, mask=d < DK)
-    is_there = (i < tl.load(SIZES + chunk))[:, None]
-    for first in range(0, DV, BV):
-        d = first + tl.arange(0, BV)[None, :]
-        of_value = (token[:, None] * H + head) * DV + d
-        given = tl.load(D_OUTPUT + of_value, mask=is_there & (d < DV), other=0.0).to(tl.float32)
-        tl.store(OWN_D + (place * _CHUNK + i[:, None]) * DV + d, given, mask=d < DV)
+def _added(total, a, of_a, a_step, b, of_b, b_step, terms, scale):
+    """[M, N] ``total`` plus a b: row m of a and column n of b are at the pointers ``a`` [M, 1] and
+    ``b`` [1, N], where ``of_a`` and ``of_b`` say that they are there, their term j so many steps
+    further; those of a also times ``scale[j]``, if there is one.
+    """
+    for first in range(0, terms, _DEPTH):
+        j = first + tl.arange(0, _DEPTH)
+        row, column = j[None, :], j[:, None]
+        x = tl.load(a + row * a_step, mask=of_a & (row < terms), other=0.0).to(tl.float32)
+        if scale is not None:
+            x *= tl.load(scale + j, mask=j < terms, other=0.0)[None, :]
+        y = tl.load(b + column * b_step, mask=of_b & (column < terms), other=0.0).to(tl.float32)
+        total = tl.dot(x, y, total, input_precision="tf32x3")
+    return total
 
 
 @triton.jit
 def _factors_kernel(
-    V, BETA, TOKENS, SEEN, GAMMA, TOLD, SHARED, READ_BY, OVERLAP, WANTED, GIVEN, H: tl.constexpr,
-    DV: tl.constexpr, BV: tl.constexpr,
+    Q, K, DECAY, BETA, TOKENS, SIZES, SEEN, LEFT, BETAS, READ, GAMMA, SHARED, READ_BY, OVERLAP,
+    H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr,
 ):  # fmt: skip
-    """k . k -> A without beta and A; q . k -> P; r and beta r."""
-    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """exp(G), exp(G_63 - G), beta and beta exp(G) [n, H, 64]; Gamma, A without beta, P and A [n, H,
+    64, 64].
+    """
+    place = tl.program_id(0).to(tl.int64)
+    chunk, head = place // H, place % H
     i = tl.arange(0, _CHUNK)
-    token = tl.load(TOKENS + chunk * _CHUNK + i)
-    place = chunk * H + head
-    beta = tl.load(BETA + token * H + head)[:, None]
-    seen = tl.load(SEEN + place * _CHUNK + i)[:, None]
+    token = tl.load(TOKENS + chunk)
+    there = i < tl.load(SIZES + chunk)
+    decay = tl.load(DECAY + (token + i) * H + head, mask=there, other=0.0).to(tl.float64)
+    total = tl.sum(tl.where(i[None, :] <= i[:, None], decay[None, :], 0.0), 1)
+    seen = tl.exp(total.to(tl.float32))
+    tl.store(SEEN + place * _CHUNK + i, seen)
+    tl.store(LEFT + place * _CHUNK + i, tl.exp((tl.sum(decay, 0) - total).to(tl.float32)))
+    beta = tl.load(BETA + (token + i) * H + head, mask=there, other=0.0)
+    tl.store(BETAS + place * _CHUNK + i, beta)
+    tl.store(READ + place * _CHUNK + i, beta * seen)
     at = (place * _CHUNK + i[:, None]) * _CHUNK + i[None, :]
-    gamma = tl.load(GAMMA + at)
-    shared = tl.where(i[None, :] < i[:, None], tl.load(SHARED + at) * gamma, 0.0)
+    distance = (total[:, None] - total[None, :]).to(tl.float32)
+    gamma = tl.where(i[None, :] <= i[:, None], tl.exp(distance), 0.0)
+    tl.store(GAMMA + at, gamma)
+    of_key = ((token + i) * KH + head // (H // KH)) * DK
+    own, others = there[:, None], there[None, :]
+    columns = (K + of_key)[None, :]
+    shared = tl.zeros([_CHUNK, _CHUNK], tl.float32)
+    shared = _added(shared, (K + of_key)[:, None], own, 1, columns, others, 1, DK, None)
+    shared = tl.where(i[None, :] < i[:, None], shared * gamma, 0.0)
     tl.store(SHARED + at, shared)
-    tl.store(OVERLAP + at, beta * shared)
-    tl.store(READ_BY + at, tl.load(READ_BY + at) * gamma)
-    for first in range(0, DV, BV):
-        d = first + tl.arange(0, BV)[None, :]
-        v = tl.load(V + (token[:, None] * H + head) * DV + d, mask=d < DV, other=0.0)
-        of_row = (place * _CHUNK + i[:, None]) * DV + d
-        wanted = v - seen * tl.load(TOLD + of_row, mask=d < DV, other=0.0)
-        tl.store(WANTED + of_row, wanted, mask=d < DV)
-        tl.store(GIVEN + of_row, beta * wanted, mask=d < DV)
+    tl.store(OVERLAP + at, beta[:, None] * shared)
+    read_by = tl.zeros([_CHUNK, _CHUNK], tl.float32)
+    read_by = _added(read_by, (Q + of_key)[:, None], own, 1, columns, others, 1, DK, None)
+    tl.store(READ_BY + at, read_by * gamma)
+
+
+@triton.jit
+def _reads_kernel(
+    K, TOKENS, SIZES, READ, INVERSE, READS, H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """BK rows of W^T [n, H, DK, 64]."""
+    place = tl.program_id(0).to(tl.int64)
+    chunk, head = place // H, place % H
+    i = tl.arange(0, _CHUNK)[None, :]
+    d = (tl.program_id(1) * BK + tl.arange(0, BK))[:, None]
+    key = K + (tl.load(TOKENS + chunk) * KH + head // (H // KH)) * DK + d
+    reads = _added(
+        tl.zeros([BK, _CHUNK], tl.float32), key, d < DK, KH * DK,
+        INVERSE + (place * _CHUNK + i) * _CHUNK, i < _CHUNK, 1, tl.load(SIZES + chunk),
+        READ + place * _CHUNK,
+    )  # fmt: skip
+    tl.store(READS + (place * DK + d) * _CHUNK + i, reads, mask=d < DK)
+
+
+@triton.jit
+def _outputs_kernel(
+    D_OUTPUT, TOKENS, SIZES, READ_BY, D_UPDATES, H: tl.constexpr, DV: tl.constexpr,
+    BV: tl.constexpr,
+):  # fmt: skip
+    """BV columns of P^T dO [n, H, 64, DV]."""
+    place = tl.program_id(0).to(tl.int64)
+    chunk, head = place // H, place % H
+    i = tl.arange(0, _CHUNK)[:, None]
+    v = (tl.program_id(1) * BV + tl.arange(0, BV))[None, :]
+    given = D_OUTPUT + (tl.load(TOKENS + chunk) * H + head) * DV + v
+    made = _added(
+        tl.zeros([_CHUNK, BV], tl.float32), READ_BY + place * (_CHUNK * _CHUNK) + i, i < _CHUNK,
+        _CHUNK, given, v < DV, H * DV, tl.load(SIZES + chunk), None,
+    )  # fmt: skip
+    tl.store(D_UPDATES + (place * _CHUNK + i) * DV + v, made, mask=v < DV)
+
+
+@triton.jit
+def _fronts_kernel(
+    Q, D_OUTPUT, TOKENS, SIZES, SEEN, READS, D_UPDATES, FRONTS, H: tl.constexpr, KH: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """BK rows and BV columns of F [n, H, DK, DV]."""
+    place = tl.program_id(0).to(tl.int64)
+    chunk, head = place // H, place % H
+    token, size = tl.load(TOKENS + chunk), tl.load(SIZES + chunk)
+    d = (tl.program_id(1) * BK + tl.arange(0, BK))[:, None]
+    v = (tl.program_id(2) * BV + tl.arange(0, BV))[None, :]
+    taken = _added(
+        tl.zeros([BK, BV], tl.float32), READS + (place * DK + d) * _CHUNK, d < DK, 1,
+        D_UPDATES + place * _CHUNK * DV + v, v < DV, DV, _CHUNK, None,
+    )  # fmt: skip
+    query = Q + (token * KH + head // (H // KH)) * DK + d
+    given = D_OUTPUT + (token * H + head) * DV + v
+    front = _added(
+        -taken, query, d < DK, KH * DK, given, v < DV, H * DV, size, SEEN + place * _CHUNK
+    )
+    tl.store(FRONTS + (place * DK + d) * DV + v, front, mask=(d < DK) & (v < DV))
+
+
+@triton.jit(do_not_specialize=["behind"])
+def _states_kernel(
+    K, TOKENS, SIZES, SEEN, LEFT, READS, FRONTS, TOLD, FIRSTS, LENGTHS, D_STATES, TO, behind,
+    H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr,
+    BV: tl.constexpr,
+):  # fmt: skip
+    """BV columns of dS1 of a sequence's chunks, in the places of F, and in TO of the gradient of
+    the state in front of its first.  D_STATES has dS1 of the last chunks of the first ``behind``
+    sequences; that of others is zeros.  ROWS is DK, padded; TOLD [n, H, 64, DV] holds E dS1.
+    """
+    sequence, head = tl.program_id(0).to(tl.int64) // H, tl.program_id(0) % H
+    i, d = tl.arange(0, _CHUNK)[:, None], tl.arange(0, ROWS)[:, None]
+    v = (tl.program_id(1) * BV + tl.arange(0, BV))[None, :]
+    inside = (d < DK) & (v < DV)
+    at = ((sequence * H + head) * DK + d) * DV + v
+    total = tl.load(D_STATES + at, mask=inside & (sequence < behind), other=0.0)
+    length = tl.load(LENGTHS + sequence)
+    for back in range(length):
+        chunk = tl.load(FIRSTS + length - 1 - back) + sequence
+        place = chunk * H + head
+        of_front = FRONTS + place * DK * DV + v
+        front = tl.load(of_front + d * DV, mask=inside, other=0.0)
+        tl.store(of_front + d * DV, total, mask=inside)
+        tl.debug_barrier()
+        key = K + ((tl.load(TOKENS + chunk) + i) * KH + head // (H // KH)) * DK
+        told = _added(
+            tl.zeros([_CHUNK, BV], tl.float32), key, i < tl.load(SIZES + chunk), 1, of_front,
+            v < DV, DV, DK, None,
+        )  # fmt: skip
+        told *= tl.load(LEFT + place * _CHUNK + i)
+        of_row = TOLD + place * _CHUNK * DV + v
+        tl.store(of_row + i * DV, told, mask=v < DV)
+        tl.debug_barrier()
+        taken = _added(
+            tl.zeros([ROWS, BV], tl.float32), READS + (place * DK + d) * _CHUNK, d < DK, 1,
+            of_row, v < DV, DV, _CHUNK, None,
+        )  # fmt: skip
+        total = tl.load(SEEN + place * _CHUNK + _CHUNK - 1) * total + front - taken
+    tl.store(TO + at, total, mask=inside)
+
+
+@triton.jit
+def _told_kernel(
+    K, V, TOKENS, SIZES, STATES, KEPT, SEEN, LEFT, D_BEHIND, TOLD, WANTED, D_UPDATES,
+    H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """BV columns of exp(G) (k S0) and r [n, H, 64, DV]; to D_UPDATES, which is P^T dO, E dS1 is
+    added.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    chunk, head = place // H, place % H
+    token, own = tl.load(TOKENS + chunk), tl.load(STATES + chunk)
+    i = tl.arange(0, _CHUNK)[:, None]
+    there = i < tl.load(SIZES + chunk)
+    v = (tl.program_id(1) * BV + tl.arange(0, BV))[None, :]
+    of_row = (place * _CHUNK + i) * DV + v
+    key = K + ((token + i) * KH + head // (H // KH)) * DK
+    told = _added(
+        tl.zeros([_CHUNK, BV], tl.float32), key, there, 1,
+        KEPT + (own * H + head) * DK * DV + v, (v < DV) & (own >= 0), DV, DK, None,
+    ) * tl.load(SEEN + place * _CHUNK + i)  # fmt: skip
+    tl.store(TOLD + of_row, told, mask=v < DV)
+    of_value = V + ((token + i) * H + head) * DV + v
+    wanted = tl.load(of_value, mask=there & (v < DV), other=0.0) - told
+    tl.store(WANTED + of_row, wanted, mask=v < DV)
+    passed = _added(
+        tl.zeros([_CHUNK, BV], tl.float32), key, there, 1, D_BEHIND + place * DK * DV + v,
+        v < DV, DV, DK, None,
+    ) * tl.load(LEFT + place * _CHUNK + i)  # fmt: skip
+    passed += tl.load(D_UPDATES + of_row, mask=v < DV, other=0.0)
+    tl.store(D_UPDATES + of_row, passed, mask=v < DV)
+
+
+@triton.jit
+def _updates_kernel(
+    INVERSE, BETAS, WANTED, D_UPDATES, UPDATES, D_WANTED, DV: tl.constexpr, BV: tl.constexpr
+):
+    """BV columns of u and of the gradient of beta r [n, H, 64, DV]."""
+    place = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, _CHUNK)[:, None]
+    v = (tl.program_id(1) * BV + tl.arange(0, BV))[None, :]
+    inverse, first = INVERSE + place * (_CHUNK * _CHUNK), place * _CHUNK * DV + v
+    updates = _added(
+        tl.zeros([_CHUNK, BV], tl.float32), inverse + i * _CHUNK, i < _CHUNK, 1, WANTED + first,
+        v < DV, DV, _CHUNK, BETAS + place * _CHUNK,
+    )  # fmt: skip
+    tl.store(UPDATES + first + i * DV, updates, mask=v < DV)
+    d_wanted = _added(
+        tl.zeros([_CHUNK, BV], tl.float32), inverse + i, i < _CHUNK, _CHUNK, D_UPDATES + first,
+        v < DV, DV, _CHUNK, None,
+    )  # fmt: skip
+    tl.store(D_WANTED + first + i * DV, d_wanted, mask=v < DV)
+
+
+@triton.jit
+def _pairs_kernel(
+    D_OUTPUT,
+    TOKENS,
+    SIZES,
+    UPDATES,
+    D_WANTED,
+    D_READ_BY,
+    D_OVERLAP,
+    H: tl.constexpr,
+    DV: tl.constexpr,
+):
+    """The gradients of P and of -A, [n, H, 64, 64], above the diagonals too."""
+    place = tl.program_id(0).to(tl.int64)
+    chunk, head = place // H, place % H
+    i = tl.arange(0, _CHUNK)
+    there = i < tl.load(SIZES + chunk)
+    at = (place * _CHUNK + i[:, None]) * _CHUNK + i[None, :]
+    along = UPDATES + (place * _CHUNK + i[None, :]) * DV
+    given = D_OUTPUT + ((tl.load(TOKENS + chunk) + i[:, None]) * H + head) * DV
+    every = i[None, :] < _CHUNK
+    none = tl.zeros([_CHUNK, _CHUNK], tl.float32)
+    d_read_by = _added(none, given, there[:, None], 1, along, every, 1, DV, None)
+    tl.store(D_READ_BY + at, d_read_by)
+    d_wanted = D_WANTED + (place * _CHUNK + i[:, None]) * DV
+    d_overlap = _added(none, d_wanted, i[:, None] < _CHUNK, 1, along, every, 1, DV, None)
+    tl.store(D_OVERLAP + at, d_overlap)
+
+
+@triton.jit
+def _ends_kernel(
+    D_OUTPUT, TOKENS, SIZES, STATES, KEPT, SEEN, LEFT, D_BEHIND, UPDATES, D_QUERY, D_ENDS,
+    H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """BK columns of what q and k get by states: exp(G) (dO S0^T) and exp(G_63 - G) (u dS1^T), [n,
+    H, 64, DK].
+    """
+    place = tl.program_id(0).to(tl.int64)
+    chunk, head = place // H, place % H
+    own = tl.load(STATES + chunk)
+    i = tl.arange(0, _CHUNK)[:, None]
+    d = (tl.program_id(1) * BK + tl.arange(0, BK))[None, :]
+    to = (place * _CHUNK + i) * DK + d
+    given = D_OUTPUT + ((tl.load(TOKENS + chunk) + i) * H + head) * DV
+    d_query = _added(
+        tl.zeros([_CHUNK, BK], tl.float32), given, i < tl.load(SIZES + chunk), 1,
+        KEPT + ((own * H + head) * DK + d) * DV, (d < DK) & (own >= 0), 1, DV, None,
+    )  # fmt: skip
+    tl.store(D_QUERY + to, d_query * tl.load(SEEN + place * _CHUNK + i), mask=d < DK)
+    d_ends = _added(
+        tl.zeros([_CHUNK, BK], tl.float32), UPDATES + (place * _CHUNK + i) * DV, i < _CHUNK, 1,
+        D_BEHIND + (place * DK + d) * DV, d < DK, 1, DV, None,
+    )  # fmt: skip
+    tl.store(D_ENDS + to, d_ends * tl.load(LEFT + place * _CHUNK + i), mask=d < DK)
 
 
 @triton.jit
 def _passed_kernel(
-    STATE, D_BEHIND, SEEN, PASSED, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
-    PART: tl.constexpr,
+    STATES, KEPT, D_BEHIND, SEEN, PASSED, H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BV: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """FP64: exp(G_63) <S0, dS1>, what a chunk's last G gets by the state that is passed on."""
+    """FP64 [n, H]: exp(G_63) <S0, dS1>, what a chunk's last G gets by the state that is passed
+    on.
+    """
     place = tl.program_id(0).to(tl.int64)
+    chunk, head = place // H, place % H
+    own = tl.load(STATES + chunk)
     total = tl.zeros([PART, BV], tl.float64)
     column = tl.arange(0, BV)[None, :]
     for first in range(0, DK, PART):
         row = first + tl.arange(0, PART)[:, None]
-        inside = (row < DK) & (column < DV)
-        at = (place * DK + row) * DV + column
-        state = tl.load(STATE + at, mask=inside, other=0.0)
-        total += (state * tl.load(D_BEHIND + at, mask=inside, other=0.0)).to(tl.float64)
+        inside = (row < DK) & (column < DV) & (own >= 0)
+        state = tl.load(KEPT + ((own * H + head) * DK + row) * DV + column, mask=inside, other=0.0)
+        behind = tl.load(D_BEHIND + (place * DK + row) * DV + column, mask=inside, other=0.0)
+        total += (state * behind).to(tl.float64)
     seen = tl.load(SEEN + place * _CHUNK + _CHUNK - 1)
     tl.store(PASSED + place, tl.sum(tl.sum(total, 1), 0) * seen)
 
 
 @triton.jit
-def _gradients_kernel(
-    BETA, TOKENS, SIZES, SEEN, GAMMA, TOLD, SHARED, READ_BY, WANTED, SEEN_Q, ENDS, D_WANTED,
-    D_READ_BY, D_OVERLAP, D_QUERY, D_ENDS, PASSED, SEEN_D, DV_ROWS, D_DECAY, D_BETA,
-    H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+def _gates_kernel(
+    Q, K, TOKENS, SIZES, BETAS, GAMMA, SHARED, READ_BY, TOLD, WANTED, D_WANTED, D_READ_BY,
+    D_OVERLAP, D_QUERY, D_ENDS, PASSED, DV_ROWS, D_DECAY, D_BETA, H: tl.constexpr,
+    KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of v, g and beta of a chunk's rows, and what those of q and k are made of: that
-    of q . k in place of D_READ_BY; that of k . k and its transposed, in place of D_OVERLAP; exp(G)
-    dO S0^T and Gamma_63 times D_ENDS in their places; exp(G) dv in SEEN_D.
+    """The gradients of v, g and beta of a chunk's rows; that of q . k in the place of D_READ_BY,
+    that of k . k and its transposed in the place of D_OVERLAP.
     """
-    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = tl.program_id(0).to(tl.int64)
+    chunk, head = place // H, place % H
     i = tl.arange(0, _CHUNK)
-    token = tl.load(TOKENS + chunk * _CHUNK + i)
-    is_there = i < tl.load(SIZES + chunk)
-    place = chunk * H + head
-    beta = tl.load(BETA + token * H + head)
-    seen = tl.load(SEEN + place * _CHUNK + i)
+    token = tl.load(TOKENS + chunk) + i
+    there = i < tl.load(SIZES + chunk)
+    beta = tl.load(BETAS + place * _CHUNK + i)
     at = (place * _CHUNK + i[:, None]) * _CHUNK + i[None, :]
     below = i[None, :] < i[:, None]
     gamma = tl.load(GAMMA + at)
-    last = tl.load(GAMMA + (place * _CHUNK + _CHUNK - 1) * _CHUNK + i)
     d_overlap = -tl.load(D_OVERLAP + at)
     of_rows = d_overlap * tl.load(SHARED + at)
     d_beta = tl.sum(of_rows, 1)
@@ -166,156 +373,161 @@ def _gradients_kernel(
     d_overlap = tl.where(below, d_overlap * gamma * beta[:, None], 0.0)
     tl.store(D_OVERLAP + at, d_overlap + tl.trans(d_overlap))
     for first in range(0, DV, BV):
-        d = first + tl.arange(0, BV)[None, :]
-        of_row = (place * _CHUNK + i[:, None]) * DV + d
-        d_wanted = tl.load(D_WANTED + of_row, mask=d < DV, other=0.0)
-        d_beta += tl.sum(d_wanted * tl.load(WANTED + of_row, mask=d < DV, other=0.0), 1)
+        v = first + tl.arange(0, BV)[None, :]
+        of_row = (place * _CHUNK + i[:, None]) * DV + v
+        d_wanted = tl.load(D_WANTED + of_row, mask=v < DV, other=0.0)
+        d_beta += tl.sum(d_wanted * tl.load(WANTED + of_row, mask=v < DV, other=0.0), 1)
         d_v = beta[:, None] * d_wanted
-        to = (token[:, None] * H + head) * DV + d
-        tl.store(DV_ROWS + to, d_v, mask=(d < DV) & is_there[:, None])
-        d_v *= seen[:, None]
-        tl.store(SEEN_D + of_row, d_v, mask=d < DV)
-        told = tl.load(TOLD + of_row, mask=d < DV, other=0.0)
+        to = DV_ROWS + (token[:, None] * H + head) * DV + v
+        tl.store(to, d_v, mask=there[:, None] & (v < DV))
+        told = tl.load(TOLD + of_row, mask=v < DV, other=0.0)
         d_total -= tl.sum((d_v * told).to(tl.float64), 1)
     moved = tl.zeros([_CHUNK], tl.float64)
     for first in range(0, DK, BK):
         d = first + tl.arange(0, BK)[None, :]
         of_row = (place * _CHUNK + i[:, None]) * DK + d
-        d_query = tl.load(D_QUERY + of_row, mask=d < DK, other=0.0)
-        q = tl.load(SEEN_Q + of_row, mask=d < DK, other=0.0)
+        of_key = (token[:, None] * KH + head // (H // KH)) * DK + d
+        inside = there[:, None] & (d < DK)
+        q = tl.load(Q + of_key, mask=inside, other=0.0)
+        d_query = tl.load(D_QUERY + of_row, mask=inside, other=0.0)
         d_total += tl.sum((q * d_query).to(tl.float64), 1)
-        tl.store(D_QUERY + of_row, d_query * seen[:, None], mask=d < DK)
-        d_ends = tl.load(D_ENDS + of_row, mask=d < DK, other=0.0)
-        ends = tl.load(ENDS + of_row, mask=d < DK, other=0.0)
-        moved += tl.sum((ends * d_ends).to(tl.float64), 1)
-        tl.store(D_ENDS + of_row, d_ends * last[:, None], mask=d < DK)
+        k = tl.load(K + of_key, mask=inside, other=0.0)
+        d_ends = tl.load(D_ENDS + of_row, mask=inside, other=0.0)
+        moved += tl.sum((k * d_ends).to(tl.float64), 1)
     is_last = i == _CHUNK - 1
     moved = tl.where(is_last, 0.0, moved)
     passed = tl.load(PASSED + place)
     d_total += tl.where(is_last, tl.sum(moved, 0) + passed, -moved)
     d_decay = tl.sum(tl.where(i[:, None] >= i[None, :], d_total[:, None], 0.0), 0)
-    tl.store(D_DECAY + token * H + head, d_decay.to(tl.float32), mask=is_there)
-    tl.store(D_BETA + token * H + head, d_beta, mask=is_there)
+    tl.store(D_DECAY + token * H + head, d_decay.to(tl.float32), mask=there)
+    tl.store(D_BETA + token * H + head, d_beta, mask=there)
 
 
 @triton.jit
-def _scatter_kernel(
-    D_QUERY, D_KEY, TOKENS, SIZES, DQ_ROWS, DK_ROWS, H: tl.constexpr, DK: tl.constexpr,
+def _keys_kernel(
+    Q, K, TOKENS, SIZES, STATES, KEPT, READ, D_WANTED, D_READ_BY, D_OVERLAP, D_QUERY, D_ENDS,
+    DQ_ROWS, DK_ROWS, H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of q and k of a chunk to the rows of their tokens."""
-    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """BK columns of the gradients of q and k of a chunk's rows."""
+    place = tl.program_id(0).to(tl.int64)
+    chunk, head = place // H, place % H
+    own, token, size = tl.load(STATES + chunk), tl.load(TOKENS + chunk), tl.load(SIZES + chunk)
     i = tl.arange(0, _CHUNK)[:, None]
-    token = tl.load(TOKENS + chunk * _CHUNK + i)
-    is_there = i < tl.load(SIZES + chunk)
-    for first in range(0, DK, BK):
-        d = first + tl.arange(0, BK)[None, :]
-        inside = (d < DK) & is_there
-        at = ((chunk * H + head) * _CHUNK + i) * DK + d
-        to = (token * H + head) * DK + d
-        tl.store(DQ_ROWS + to, tl.load(D_QUERY + at, mask=inside, other=0.0), mask=inside)
-        tl.store(DK_ROWS + to, tl.load(D_KEY + at, mask=inside, other=0.0), mask=inside)
+    d = (tl.program_id(1) * BK + tl.arange(0, BK))[None, :]
+    of_row, to = (place * _CHUNK + i) * DK + d, ((token + i) * H + head) * DK + d
+    of_keys = (token * KH + head // (H // KH)) * DK + d
+    every, inside = i < _CHUNK, (i < size) & (d < DK)
+    of_pairs = place * (_CHUNK * _CHUNK)
+    d_query = tl.load(D_QUERY + of_row, mask=inside, other=0.0)
+    d_query = _added(
+        d_query, D_READ_BY + of_pairs + i * _CHUNK, every, 1, K + of_keys, d < DK, KH * DK, size,
+        None,
+    )  # fmt: skip
+    tl.store(DQ_ROWS + to, d_query, mask=inside)
+    d_key = _added(
+        tl.zeros([_CHUNK, BK], tl.float32), D_WANTED + (place * _CHUNK + i) * DV, every, 1,
+        KEPT + ((own * H + head) * DK + d) * DV, (d < DK) & (own >= 0), 1, DV, None,
+    ) * -tl.load(READ + place * _CHUNK + i)  # fmt: skip
+    d_key += tl.load(D_ENDS + of_row, mask=inside, other=0.0)
+    d_key = _added(
+        d_key, D_READ_BY + of_pairs + i, every, _CHUNK, Q + of_keys, d < DK, KH * DK, size, None
+    )
+    d_key = _added(
+        d_key, D_OVERLAP + of_pairs + i * _CHUNK, every, 1, K + of_keys, d < DK, KH * DK, size,
+        None,
+    )  # fmt: skip
+    tl.store(DK_ROWS + to, d_key, mask=inside)
 
 
 def put_gradients(
     chunks: ChunkBlock,
     rows: DeltaRows,
     d_output: torch.Tensor,
-    state: torch.Tensor,
-    d_state: torch.Tensor | None,
+    states: torch.Tensor,
+    d_states: torch.Tensor | None,
     d_rows: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Write the gradients of the chunks' rows to ``d_rows``.  -> That of the states in front of the
-    first chunk of each sequence, [n', H, DK, DV].
+    """Write the gradients of the chunks' rows to ``d_rows``.  -> Those of the states in front of
+    the first chunk of each sequence, [sequences, H, DK, DV].
 
     Args:
         d_output: [T, H DV], of any dtype.
-        state: S0 [n, H, DK, DV].
-        d_state: of the states behind the last chunks of the sequences that go on behind these; None
-            where there are none.
+        states: [places, H, DK, DV], of which a chunk's is that in front of it.
+        d_states: of the states behind the last chunks of the sequences that go on behind these,
+            which come first; None where there are none.
         d_rows: FP32 of q and k by value heads [T, H, DK], v [T, H, DV], g and beta [T, H].
     """
-    n, heads, key_dim, value_dim = state.shape
-    key_heads, grid = rows.q.shape[1], (n, heads)
-    wide = min(padded(key_dim), WIDEST), min(padded(value_dim), WIDEST)
-
-    def empty(*sizes: int) -> torch.Tensor:
-        return state.new_empty(n, heads, *sizes)
-
-    q, k, seen_q, read_k, ends = (empty(CHUNK, key_dim) for _ in range(5))
-    given, gamma, seen = empty(CHUNK, value_dim), empty(CHUNK, CHUNK), empty(CHUNK)
-    _gather_kernel[grid](
-        rows.q, rows.k, d_output, rows.decay, rows.beta, chunks.tokens, chunks.sizes, q, k, given,
-        seen_q, read_k, ends, gamma, seen, heads, key_heads, key_dim, value_dim, *wide,
-        num_warps=8,
-    )  # fmt: skip
-    turned = k.transpose(2, 3)
-    told, shared, read_by = k @ state, k @ turned, q @ turned
-    overlap, wanted, weighted = (
-        empty(CHUNK, CHUNK),
-        empty(CHUNK, value_dim),
-        empty(CHUNK, value_dim),
-    )
-    _factors_kernel[grid](
-        rows.v, rows.beta, chunks.tokens, seen, gamma, told, shared, read_by, overlap, wanted,
-        weighted, heads, value_dim, wide[1], num_warps=8,
-    )  # fmt: skip
-    one = torch.eye(CHUNK, device=k.device).expand_as(overlap)
-    inverse = torch.linalg.solve_triangular(overlap, one, upper=False, unitriangular=True)
-    d_updates = read_by.transpose(2, 3) @ given
-    reads = (inverse @ read_k).transpose(2, 3)
-    d_front = _added(seen_q.transpose(2, 3) @ given, reads, d_updates, -1)
-    d_behind, d_state = _behind(d_front, reads, ends, seen, chunks.counts, d_state)
-    del d_front, reads
-    updates = inverse @ weighted
-    d_wanted = inverse.transpose(2, 3) @ _added(d_updates, ends, d_behind)
-    along = updates.transpose(2, 3)
-    d_read_by, d_overlap = given @ along, d_wanted @ along
-    from_state = state.transpose(2, 3)
-    d_query, d_ends = given @ from_state, updates @ d_behind.transpose(2, 3)
+    n, (heads, key_dim, value_dim) = len(chunks.tokens), states.shape[1:]
+    sequences, key_heads = len(chunks.lengths), rows.q.shape[1]
+    keys, values = min(padded(key_dim), WIDEST), min(padded(value_dim), WIDEST)
+    of_keys, of_values = triton.cdiv(key_dim, keys), triton.cdiv(value_dim, values)
     dq_rows, dk_rows, dv_rows, d_decay, d_beta = d_rows
-    passed = torch.empty(n * heads, dtype=torch.float64, device=state.device)
-    _passed_kernel[(n * heads,)](
-        state, d_behind, seen, passed, key_dim, value_dim, padded(value_dim), 16, num_warps=4
+    place, kept = (chunks.tokens, chunks.sizes), (chunks.states, states)
+    programs = n * heads
+
+    def empty(*shape: int) -> torch.Tensor:
+        return states.new_empty(n, heads, *shape)
+
+    seen, left, betas, read = (empty(CHUNK) for _ in range(4))
+    gamma, shared, read_by, overlap = (empty(CHUNK, CHUNK) for _ in range(4))
+    _factors_kernel[(programs,)](
+        rows.q, rows.k, rows.decay, rows.beta, *place, seen, left, betas, read, gamma, shared,
+        read_by, overlap, heads, key_heads, key_dim, num_warps=8,
+    )  # fmt: skip
+    one = torch.eye(CHUNK, device=states.device).expand_as(overlap)
+    found = torch.linalg.solve_triangular(overlap.mT, one, upper=True, unitriangular=True)
+    inverse = found.mT.contiguous()  # as it is, since columns are solved
+    del found, overlap
+    reads, d_updates = empty(key_dim, CHUNK), empty(CHUNK, value_dim)
+    _reads_kernel[(programs, of_keys)](
+        rows.k, *place, read, inverse, reads, heads, key_heads, key_dim, keys, num_warps=4
     )
-    seen_d = empty(CHUNK, value_dim)
-    _gradients_kernel[grid](
-        rows.beta, chunks.tokens, chunks.sizes, seen, gamma, told, shared, read_by, wanted, seen_q,
-        ends, d_wanted, d_read_by, d_overlap, d_query, d_ends, passed, seen_d, dv_rows,
-        d_decay, d_beta, heads, key_dim, value_dim, *wide, num_warps=8,
+    _outputs_kernel[(programs, of_values)](
+        d_output, *place, read_by, d_updates, heads, value_dim, values, num_warps=4
+    )
+    behind, told = empty(key_dim, value_dim), empty(CHUNK, value_dim)
+    _fronts_kernel[(programs, of_keys, of_values)](
+        rows.q, d_output, *place, seen, reads, d_updates, behind, heads, key_heads, key_dim,
+        value_dim, keys, values, num_warps=4,
     )  # fmt: skip
-    d_key = _added(d_ends, d_read_by.transpose(2, 3), q)
-    _added(_added(d_key, d_overlap, k), seen_d, from_state, -1)
-    _added(d_query, d_read_by, k)
-    _scatter_kernel[grid](
-        d_query, d_key, chunks.tokens, chunks.sizes, dq_rows, dk_rows, heads, key_dim, wide[0],
-        num_warps=4,
+    made = states.new_empty(sequences, heads, key_dim, value_dim)
+    columns = min(padded(value_dim), COLUMNS if key_dim <= 2 * WIDEST else COLUMNS // 2)
+    _states_kernel[(sequences * heads, triton.cdiv(value_dim, columns))](
+        rows.k, *place, seen, left, reads, behind, told, chunks.firsts, chunks.lengths,
+        made if d_states is None else d_states, made, 0 if d_states is None else len(d_states),
+        heads, key_heads, key_dim, value_dim, padded(key_dim), columns, num_warps=4, num_stages=1,
     )  # fmt: skip
-    return d_state
-
-
-def _added(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, sign: int = 1) -> torch.Tensor:
-    """``total`` [n, H, ...] plus or minus a b, in its place."""
-    flat = total.flatten(0, 1)
-    torch.baddbmm(flat, a.flatten(0, 1), b.flatten(0, 1), alpha=sign, out=flat)
-    return total
-
-
-def _behind(
-    d_front: torch.Tensor, reads: torch.Tensor, ends: torch.Tensor, seen: torch.Tensor,
-    counts: Sequence[int], d_state: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of the states behind each chunk, and of those in front of the first, from what
-    each chunk adds to that of the state in front of it by its outputs.
-    """
-    final = seen[:, :, -1:, None]
-    d_behind, end = torch.zeros_like(d_front), len(d_front)
-    for count in reversed(counts):
-        here = slice(end - count, end)
-        if d_state is not None:
-            d_behind[here][: len(d_state)] = d_state
-        d_state = torch.addcmul(d_front[here], final[here], d_behind[here])
-        _added(d_state, reads[here], ends[here] @ d_behind[here], -1)
-        end -= count
-    assert d_state is not None, "a block has chunks"
-    return d_behind, d_state
+    del reads
+    wanted, updates, d_wanted = (empty(CHUNK, value_dim) for _ in range(3))
+    _told_kernel[(programs, of_values)](
+        rows.k, rows.v, *place, *kept, seen, left, behind, told, wanted, d_updates, heads,
+        key_heads, key_dim, value_dim, values, num_warps=4,
+    )  # fmt: skip
+    _updates_kernel[(programs, of_values)](
+        inverse, betas, wanted, d_updates, updates, d_wanted, value_dim, values, num_warps=4
+    )
+    del inverse, d_updates
+    d_read_by, d_overlap = empty(CHUNK, CHUNK), empty(CHUNK, CHUNK)
+    _pairs_kernel[(programs,)](
+        d_output, *place, updates, d_wanted, d_read_by, d_overlap, heads, value_dim, num_warps=4
+    )
+    d_query, d_ends = empty(CHUNK, key_dim), empty(CHUNK, key_dim)
+    _ends_kernel[(programs, of_keys)](
+        d_output, *place, *kept, seen, left, behind, updates, d_query, d_ends, heads, key_dim,
+        value_dim, keys, num_warps=4,
+    )  # fmt: skip
+    passed = torch.empty(n, heads, dtype=torch.float64, device=states.device)
+    _passed_kernel[(programs,)](
+        *kept, behind, seen, passed, heads, key_dim, value_dim, padded(value_dim), 16, num_warps=4
+    )
+    _gates_kernel[(programs,)](
+        rows.q, rows.k, *place, betas, gamma, shared, read_by, told, wanted, d_wanted, d_read_by,
+        d_overlap, d_query, d_ends, passed, dv_rows, d_decay, d_beta, heads, key_heads, key_dim,
+        value_dim, keys, values, num_warps=8,
+    )  # fmt: skip
+    _keys_kernel[(programs, of_keys)](
+        rows.q, rows.k, *place, *kept, read, d_wanted, d_read_by, d_overlap, d_query, d_ends,
+        dq_rows, dk_rows, heads, key_heads, key_dim, value_dim, keys, num_warps=4,
+    )  # fmt: skip
+    return made

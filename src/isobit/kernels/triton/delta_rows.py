@@ -25,7 +25,7 @@ from isobit.kernels.spec.delta_rule import DeltaCarries
 
 CHUNK = DELTA_CHUNK
 _CHUNK = tl.constexpr(CHUNK)
-_EPSILON = tl.constexpr(1e-6)  # of the lengths of q and k
+EPSILON = tl.constexpr(1e-6)  # of the lengths of q and k
 STEPS = 128  # numbers of g that a program makes
 VECTORS = 8  # heads that a program makes
 
@@ -83,6 +83,23 @@ def _steps_kernel(A, B, A_LOG, DT_BIAS, DECAY, BETA, tokens, H: tl.constexpr, SI
     tl.store(BETA + place, sigmoid(b), mask=inside)
 
 
+@triton.jit
+def vectors_of_program(
+    tokens, H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    VECTORS: tl.constexpr,
+):  # fmt: skip
+    """Whether a program's vectors are of q and k, first heads of q, then of k, or of v; how many
+    numbers each has; the token and the head of each [VECTORS, 1].
+    """
+    program = tl.program_id(0).to(tl.int64)
+    of_keys = (tokens * (2 * KH) + VECTORS - 1) // VECTORS
+    is_key = program < of_keys
+    heads = tl.where(is_key, 2 * KH, H)
+    vector = tl.where(is_key, program, program - of_keys) * VECTORS
+    vector += tl.arange(0, VECTORS)[:, None]
+    return is_key, tl.where(is_key, DK, DV), vector // heads, (vector % heads).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _rows_kernel(
     X, CONVOLUTION, OWNER, POSITION, COUNT, TOKEN, READ, WRITTEN, INPUTS, Q, K, V, tokens,
@@ -94,15 +111,7 @@ def _rows_kernel(
     """
     channels: tl.constexpr = 2 * KH * DK + H * DV
     held: tl.constexpr = _CHUNK + WIDTH - 1  # inputs of a carry
-    program = tl.program_id(0).to(tl.int64)
-    of_keys = (tokens * (2 * KH) + VECTORS - 1) // VECTORS
-    is_key = program < of_keys
-    size = tl.where(is_key, DK, DV)
-    heads = tl.where(is_key, 2 * KH, H)
-    vector = tl.where(is_key, program, program - of_keys) * VECTORS
-    vector += tl.arange(0, VECTORS)[:, None]
-    t = vector // heads
-    head = (vector % heads).to(tl.int32)
+    is_key, size, t, head = vectors_of_program(tokens, H, KH, DK, DV, VECTORS)
     i = tl.arange(0, 1 << LEVELS)[None, :]
     is_there = t < tokens
     inside = is_there & (i < size)
@@ -129,7 +138,7 @@ def _rows_kernel(
         total = term if place == 0 else total + term
     active = silu(total.to(X.dtype.element_ty).to(tl.float32))
     if is_key:
-        unit = active * tl.rsqrt(_sums_of_squares(active, VECTORS, LEVELS) + _EPSILON)
+        unit = active * tl.rsqrt(_sums_of_squares(active, VECTORS, LEVELS) + EPSILON)
         of_head = (t * KH + head) * DK + i
         tl.store(Q + of_head, unit * ROOT, mask=inside & (head < KH))
         tl.store(K + of_head - KH * DK, unit, mask=inside & (head >= KH))

@@ -22,10 +22,9 @@ import triton.language as tl
 
 from isobit.kernels.operands import DeltaGradients, DeltaInputs, DeltaWeights
 from isobit.kernels.spec.delta_rule import gradients_of
-from isobit.kernels.triton.delta_rows import VECTORS, padded, sigmoid
+from isobit.kernels.triton.delta_rows import EPSILON, VECTORS, padded, sigmoid, vectors_of_program
 from isobit.kernels.triton.sizes import DELTA_TOKENS
 
-_EPSILON = tl.constexpr(1e-6)
 CHANNELS = 64  # of a program of the convolution's backward
 
 
@@ -37,15 +36,7 @@ def _mixed_kernel(
 ):  # fmt: skip
     """One program VECTORS heads of q and k, or of v, as in the forward."""
     channels: tl.constexpr = 2 * KH * DK + H * DV
-    program = tl.program_id(0).to(tl.int64)
-    of_keys = (tokens * (2 * KH) + VECTORS - 1) // VECTORS
-    is_key = program < of_keys
-    size = tl.where(is_key, DK, DV)
-    heads = tl.where(is_key, 2 * KH, H)
-    vector = tl.where(is_key, program, program - of_keys) * VECTORS
-    vector += tl.arange(0, VECTORS)[:, None]
-    t = vector // heads
-    head = (vector % heads).to(tl.int32)
+    is_key, size, t, head = vectors_of_program(tokens, H, KH, DK, DV, VECTORS)
     i = tl.arange(0, SIZE)[None, :]
     inside = (t < tokens) & (i < size)
     channel = tl.where(is_key, 0, 2 * KH * DK) + head * size + i
@@ -69,7 +60,7 @@ def _mixed_kernel(
             d_unit += tl.load(DK_ + of_head + one * DK, mask=inside & (head >= KH), other=0.0)
         d_unit *= tl.where(is_query, ROOT, 1.0)
         active = m * s
-        inverse = tl.rsqrt(tl.sum(active * active, 1)[:, None] + _EPSILON)
+        inverse = tl.rsqrt(tl.sum(active * active, 1)[:, None] + EPSILON)
         unit = active * inverse
         d_active = inverse * (d_unit - unit * tl.sum(unit * d_unit, 1)[:, None])
     else:

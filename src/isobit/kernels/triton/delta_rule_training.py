@@ -1,20 +1,12 @@
 """The gated delta rule of training: whole sequences, with the kernels of the rollout
 (``isobit.kernels.triton.delta_rule``), and the backward.
 
-The backward is that of the same formulas in FP32, by torch's products (FP32 by its default, not
-TF32) and kernels between them (``delta_chunks_backward``), then that of the convolution and the
-norms (``delta_rows_backward``).  It repeats its bits for the same call, since none of its
+The backward is that of the same formulas (``delta_chunks_backward``), then that of the convolution
+and the norms (``delta_rows_backward``).  It repeats its bits for the same call, since none of its
 operations adds by atomics.  All indices are made on the host, once for all layers.
 
 **Work.**  Of up to DELTA_CHUNKS sequences consecutive chunks are taken together, DELTA_CHUNKS in
-all, from the end.  The gradient of the state alone goes from a chunk to the one before it: with T
-the inverse of 1 and the factors of u in u, W the rows of T (beta exp(G) k), P the factors of u in o
-and K the rows of exp(G_63 - G) k,
-
-    d S0 = exp(G_63) d S1 - W^T (K d S1) + (exp(G) q)^T dO - W^T (P^T dO)
-
-so two small products a chunk, one after the other.  Given the d S1 of all chunks, their other
-gradients are made at once, by eighteen batched products and one solution for T.
+all, from the end, so that what the backward makes does not grow with the tokens.
 """
 
 from collections.abc import Sequence
@@ -37,15 +29,6 @@ class SavedDeltaRule:
 
     inputs: DeltaInputs
     kept: KeptStates
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Chunks that are taken together, and where the states in front of them are."""
-
-    chunks: ChunkBlock
-    begun: int  # chunks at the start of a sequence, which come first; their states are zeros
-    states: torch.Tensor  # int64 [n - begun]: the places of the states in front of the others
 
 
 class PackedDeltaRule:
@@ -103,8 +86,8 @@ class PackedDeltaRule:
         for blocks in self._groups:
             d_state: torch.Tensor | None = None
             for block in reversed(blocks):
-                state = _states(block, saved.kept.states)
-                d_state = put_gradients(block.chunks, rows, d_output, state, d_state, d_rows)
+                kept = saved.kept.states
+                d_state = put_gradients(block, rows, d_output, kept, d_state, d_rows)
         return rows_backward(saved.inputs, d_rows, weights, self._positions, gradients)
 
 
@@ -123,25 +106,17 @@ def _cuts(chunks: Sequence[int]) -> Sequence[tuple[int, int]]:
 def _block(
     starts: torch.Tensor, counts: torch.Tensor, first: torch.Tensor, places: range,
     device: torch.device,
-) -> _Block:  # fmt: skip
+) -> ChunkBlock:  # fmt: skip
     """Those chunks of the sequences that reach them."""
-    row, reach = torch.arange(CHUNK), list[int]()
-    tokens, sizes, states = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
+    reach, tokens = list[int](), list[torch.Tensor]()
+    sizes, states = list[torch.Tensor](), list[torch.Tensor]()
     for place in places:
         some = counts > place * CHUNK
-        there = (counts[some] - place * CHUNK).clamp(max=CHUNK)
-        reach.append(len(there))
-        tokens.append(starts[some, None] + place * CHUNK + row.minimum(there[:, None] - 1))
-        sizes.append(there.int())
-        states.append(first[some] + place - 1)
-    begun = 0 if places.start else reach[0]
-    every = (torch.cat(tokens), torch.cat(sizes), torch.cat(states)[begun:])
-    sent = [to_device(x.contiguous(), device) for x in every]
-    return _Block(ChunkBlock(tuple(reach), *sent[:2]), begun, sent[2])
-
-
-def _states(block: _Block, kept: torch.Tensor) -> torch.Tensor:
-    found = kept.new_empty(len(block.chunks.tokens), *kept.shape[1:])
-    found[: block.begun] = 0.0
-    torch.index_select(kept, 0, block.states, out=found[block.begun :])
-    return found
+        reach.append(int(some.sum()))
+        tokens.append(starts[some] + place * CHUNK)
+        sizes.append((counts[some] - place * CHUNK).clamp(max=CHUNK).int())
+        states.append(first[some] + place - 1 if place else torch.full_like(first[some], -1))
+    firsts = torch.tensor([0, *reach[:-1]]).cumsum(0)
+    lengths = (torch.tensor(reach) > torch.arange(reach[0])[:, None]).sum(1)
+    every = torch.cat(tokens), torch.cat(sizes), torch.cat(states), firsts.int(), lengths.int()
+    return ChunkBlock(*(to_device(x, device) for x in every))
