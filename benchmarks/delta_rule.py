@@ -1,6 +1,6 @@
 """The gated delta rule of one layer on a card: microseconds, kernel by kernel, and its bits.
 
-    python -m benchmarks.delta_rule [--against OLDER/src] [--forms] > ROWS.jsonl
+    python -m benchmarks.delta_rule [--against OLDER/src] [--forms] [--cases CASE ...] > ROWS.jsonl
     python -m benchmarks.delta_rule --beside-native > ROWS.jsonl
 
 ``decode`` is a step of so many sequences, whose rows are ``spread`` over their chunks or all begin
@@ -12,7 +12,8 @@ kernels included that make rows of x; ``digest`` is of outputs, carries, states 
 ``--against`` measures another tree in a process of its own, and says by how many times this one is
 faster and whether both digests are the same; those of ``backward`` may differ.  ``--forms`` goes
 through forms of the programs: of rows that decode, of guesses, and in ``forward`` of the walk over
-chunks, of its factors and of how many exist at once.
+chunks, of its factors and of how many exist at once.  ``--back-end triton`` lowers kernels as that
+back end does.
 
 ``--beside-native`` measures the cases that flash-linear-attention has too
 (``benchmarks.native_delta_rule``), first alone and then beside its BF16 kernels: ``native_us`` is
@@ -48,6 +49,7 @@ from isobit.kernels.operands import (
 from isobit.kernels.spec.delta_rule import DeltaCarries
 from isobit.kernels.triton import delta_rule
 from isobit.kernels.triton.delta_rule_training import PackedDeltaRule
+from isobit.kernels.triton.lowering import lower_for_sm_80
 from isobit.models.shapes import model_shape
 
 REPEATS, CHUNK = 5, 64
@@ -57,6 +59,7 @@ LAYERS, OF_MANY = 24, 3
 GUESSES = 3
 NATIVE_COUNTS = 256, 32, 1  # the most first, since the native kernels' forms are chosen with it
 ERROR_LENGTHS = 300, 300
+CASES = "decode", "forward", "backward", "prefill"
 Work = Callable[[int], list[torch.Tensor]]
 """Of a layer; the tensors that it writes."""
 
@@ -186,10 +189,11 @@ def cases(shape: DeltaShape, device: str) -> Iterator[tuple[Row, Callable[[], tu
         yield name, lambda lengths=lengths: prefill_work(shape, lengths, device)
 
 
-def measure(shape: DeltaShape, device: str) -> Iterator[Row]:
+def measure(shape: DeltaShape, device: str, wanted: Sequence[str]) -> Iterator[Row]:
     for name, make in cases(shape, device):
-        torch.manual_seed(0)
-        yield name | measured(*make())
+        if name["case"] in wanted:
+            torch.manual_seed(0)
+            yield name | measured(*make())
 
 
 def forms_of(name: Row) -> Iterator[tuple[Row, Module, str, object]]:
@@ -317,12 +321,12 @@ def error_rows(shape: DeltaShape, device: str) -> Iterator[Row]:
             yield name | native.caught(lambda of=gates, given=given: of_native(of, given))
 
 
-def older(source: Path, shape: str) -> list[Row]:
+def older(source: Path, shape: str, wanted: Sequence[str]) -> list[Row]:
     """The rows of another tree's kernels."""
     root = Path(__file__).resolve().parents[1]
     paths = str(source.resolve()), str(root), os.environ.get("PYTHONPATH", "")
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", "benchmarks.delta_rule", "--shape", shape]
+    command = [sys.executable, "-m", "benchmarks.delta_rule", "--shape", shape, "--cases", *wanted]
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -332,8 +336,12 @@ def main() -> None:
     parser.add_argument("--against", type=Path, metavar="SRC")
     parser.add_argument("--forms", action="store_true")
     parser.add_argument("--beside-native", action="store_true")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--shape", default="qwen3.5-9b")
+    parser.add_argument("--back-end", choices=("hopper", "triton"), default="hopper")
     asked = parser.parse_args()
+    if asked.back_end == "triton":
+        lower_for_sm_80()
     shape = model_shape(asked.shape).delta
     assert shape is not None, "the shape has gated delta nets"
     if asked.beside_native:
@@ -341,9 +349,9 @@ def main() -> None:
         for row in measure_beside_native(shape, "cuda"):
             printed(row)
         return
-    theirs = older(asked.against, asked.shape) if asked.against else []
+    theirs = older(asked.against, asked.shape, asked.cases) if asked.against else []
     printed(card_row())
-    for number, row in enumerate(measure(shape, "cuda")):
+    for number, row in enumerate(measure(shape, "cuda", asked.cases)):
         if theirs:
             old = theirs[1 + number]  # behind its card
             row |= {"old_us": old["us"], "faster": old["us"] / row["us"]}

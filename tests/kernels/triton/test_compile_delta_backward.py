@@ -8,7 +8,7 @@ import pytest
 
 from isobit.kernels.triton import delta_chunks_backward as chunks
 from isobit.kernels.triton import delta_rows_backward as rows
-from isobit.kernels.triton.delta_rows import VECTORS
+from isobit.kernels.triton.delta_rows import vectors_at_once
 from isobit.kernels.triton.sizes import DELTA_TOKENS
 from tests.kernels.triton.assembled import assert_assembles, compile_portable
 
@@ -26,12 +26,13 @@ KERNELS = {
     "gates": chunks._gates_kernel,
     "keys": chunks._keys_kernel,
     "mixed": rows._mixed_kernel,
-    "convolution": rows._convolution_kernel,
+    "inputs": rows._inputs_kernel,
+    "sums": rows._sums_kernel,
 }
 CONSTANTS = {
     "H": 32, "KH": 16, "DK": 128, "DV": 128, "BK": chunks.WIDEST, "BV": chunks.WIDEST,
-    "PART": 16, "WIDTH": 4, "SIZE": 128, "VECTORS": VECTORS, "ROOT": 128**-0.5,
-    "TOKENS": DELTA_TOKENS, "CHANNELS": rows.CHANNELS,
+    "PART": 16, "WIDTH": 4, "SIZE": 128, "ROOT": 128**-0.5,
+    "TOKENS": DELTA_TOKENS, "CHANNELS": rows.CHANNELS, "ROWS": rows.ROWS,
 }  # fmt: skip
 TYPES = {
     **dict.fromkeys(("X", "CONVOLUTION", "D_OUTPUT", "DX"), "*bf16"),
@@ -47,9 +48,10 @@ TYPES = {
 @pytest.mark.parametrize("name", KERNELS)
 def test_backward(name: str, size: int) -> None:
     kernel = KERNELS[name]
-    sizes = {"DK": size, "DV": size, "SIZE": size, "ROWS": size, "ROOT": size**-0.5}
-    widths = {"passed": size, "states": chunks.COLUMNS * 128 // size}
-    sizes |= {"BV": widths[name]} if name in widths else {}
+    sizes = {"DK": size, "DV": size, "SIZE": size, "ROOT": size**-0.5}
+    sizes |= {"VECTORS": vectors_at_once(8192, size)}
+    sizes |= {"BV": size} if name == "passed" else {}
+    sizes |= {"ROWS": size, "BV": chunks.COLUMNS * 128 // size} if name == "states" else {}
     constants: dict[str, Any] = {}
     types = dict[str, str]()
     for parameter in kernel.params:
@@ -57,5 +59,5 @@ def test_backward(name: str, size: int) -> None:
             constants[parameter.name] = (CONSTANTS | sizes)[parameter.name]
         else:
             types[parameter.name] = TYPES.get(parameter.name, "*fp32")
-    warps = 8 if name in ("factors", "gates", "convolution") else 4
+    warps = 8 if name in ("factors", "gates") else 4
     assert_assembles(compile_portable(kernel, types, constants, warps))

@@ -151,9 +151,10 @@ def test_the_state_of_a_chunk_that_begins() -> None:
 
 
 @pytest.mark.few(1)
+@pytest.mark.parametrize("vectors", [delta_rows.vectors_at_once(n, 128) for n in (1, 8192)])
 @pytest.mark.parametrize("in_training", [False, True])
-def test_rows(in_training: bool) -> None:
-    constants: dict[str, Any] = HEADS | {"WIDTH": 4, "LEVELS": 7, "VECTORS": delta_rows.VECTORS}
+def test_rows(in_training: bool, vectors: int) -> None:
+    constants: dict[str, Any] = HEADS | {"WIDTH": 4, "LEVELS": 7, "VECTORS": vectors}
     constants |= {"ROOT": 128**-0.5}
     constants |= dict.fromkeys(("READ", "WRITTEN", "INPUTS")) if in_training else {}
     made = compile_portable(delta_rows._rows_kernel, TYPES, constants, 4)

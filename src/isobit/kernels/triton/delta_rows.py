@@ -27,7 +27,8 @@ CHUNK = DELTA_CHUNK
 _CHUNK = tl.constexpr(CHUNK)
 EPSILON = tl.constexpr(1e-6)  # of the lengths of q and k
 STEPS = 128  # numbers of g that a program makes
-VECTORS = 8  # heads that a program makes
+FEW, MANY = (0, 1 << 10), (2048, 1 << 11)
+"""How many tokens there are, at least, and how many numbers of a head a program has then."""
 
 
 @triton.jit
@@ -85,19 +86,16 @@ def _steps_kernel(A, B, A_LOG, DT_BIAS, DECAY, BETA, tokens, H: tl.constexpr, SI
 
 @triton.jit
 def vectors_of_program(
-    tokens, H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    VECTORS: tl.constexpr,
-):  # fmt: skip
-    """Whether a program's vectors are of q and k, first heads of q, then of k, or of v; how many
-    numbers each has; the token and the head of each [VECTORS, 1].
+    H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, VECTORS: tl.constexpr
+):
+    """A program's vectors are of one head of q, k or v and of VECTORS tokens.  -> Whether it is of
+    q or k, how many numbers it has, the tokens [VECTORS, 1], and the head, which goes on from q to
+    k.
     """
-    program = tl.program_id(0).to(tl.int64)
-    of_keys = (tokens * (2 * KH) + VECTORS - 1) // VECTORS
-    is_key = program < of_keys
-    heads = tl.where(is_key, 2 * KH, H)
-    vector = tl.where(is_key, program, program - of_keys) * VECTORS
-    vector += tl.arange(0, VECTORS)[:, None]
-    return is_key, tl.where(is_key, DK, DV), vector // heads, (vector % heads).to(tl.int32)
+    t = (tl.program_id(0).to(tl.int64) * VECTORS + tl.arange(0, VECTORS))[:, None]
+    head = tl.program_id(1)
+    is_key = head < 2 * KH
+    return is_key, tl.where(is_key, DK, DV), t, tl.where(is_key, head, head - 2 * KH)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -106,12 +104,12 @@ def _rows_kernel(
     H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
     LEVELS: tl.constexpr, VECTORS: tl.constexpr, ROOT: tl.constexpr,
 ):  # fmt: skip
-    """One program VECTORS heads of q and k, or of v, of one token and the next, padded to
-    2^LEVELS numbers; ROOT is 1 / sqrt(DK).  INPUTS, READ and WRITTEN may be None.
+    """One program VECTORS tokens of a head, padded to 2^LEVELS numbers; ROOT is 1 / sqrt(DK).
+    INPUTS, READ and WRITTEN may be None.
     """
     channels: tl.constexpr = 2 * KH * DK + H * DV
     held: tl.constexpr = _CHUNK + WIDTH - 1  # inputs of a carry
-    is_key, size, t, head = vectors_of_program(tokens, H, KH, DK, DV, VECTORS)
+    is_key, size, t, head = vectors_of_program(H, KH, DK, DV, VECTORS)
     i = tl.arange(0, 1 << LEVELS)[None, :]
     is_there = t < tokens
     inside = is_there & (i < size)
@@ -217,6 +215,11 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+def vectors_at_once(tokens: int, size: int) -> int:
+    """Tokens of a head of ``size`` numbers, padded, that a program has."""
+    return max(1, (MANY if tokens >= MANY[0] else FEW)[1] // size)
+
+
 def rows_of(
     inputs: DeltaInputs,
     weights: DeltaWeights,
@@ -241,12 +244,13 @@ def rows_of(
         inputs.a, inputs.b, weights.a_log, weights.dt_bias, rows.decay, rows.beta, tokens, heads,
         STEPS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    vectors = triton.cdiv(tokens * 2 * key_heads, VECTORS) + triton.cdiv(tokens * heads, VECTORS)
-    _rows_kernel[(vectors,)](
+    size = padded(max(shape.key_dim, shape.value_dim))
+    vectors = vectors_at_once(tokens, size)
+    _rows_kernel[(triton.cdiv(tokens, vectors), 2 * key_heads + heads)](
         x, weights.convolution, owners, batch.positions, batch.counts, batch.tokens, batch.read,
         batch.written, None if carries is None else carries.inputs, rows.q, rows.k, rows.v, tokens,
         heads, key_heads, shape.key_dim, shape.value_dim, shape.width,
-        padded(max(shape.key_dim, shape.value_dim)).bit_length() - 1, VECTORS, shape.key_dim**-0.5,
+        size.bit_length() - 1, vectors, shape.key_dim**-0.5,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return rows

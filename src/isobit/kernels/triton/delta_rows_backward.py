@@ -22,10 +22,16 @@ import triton.language as tl
 
 from isobit.kernels.operands import DeltaGradients, DeltaInputs, DeltaWeights
 from isobit.kernels.spec.delta_rule import gradients_of
-from isobit.kernels.triton.delta_rows import EPSILON, VECTORS, padded, sigmoid, vectors_of_program
+from isobit.kernels.triton.delta_rows import (
+    EPSILON,
+    padded,
+    sigmoid,
+    vectors_at_once,
+    vectors_of_program,
+)
 from isobit.kernels.triton.sizes import DELTA_TOKENS
 
-CHANNELS = 64  # of a program of the convolution's backward
+ROWS, CHANNELS = 16, 128  # that a program of the convolution's backward has at once
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -34,9 +40,9 @@ def _mixed_kernel(
     DK: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
     VECTORS: tl.constexpr, ROOT: tl.constexpr,
 ):  # fmt: skip
-    """One program VECTORS heads of q and k, or of v, as in the forward."""
+    """One program VECTORS tokens of a head, as in the forward."""
     channels: tl.constexpr = 2 * KH * DK + H * DV
-    is_key, size, t, head = vectors_of_program(tokens, H, KH, DK, DV, VECTORS)
+    is_key, size, t, head = vectors_of_program(H, KH, DK, DV, VECTORS)
     i = tl.arange(0, SIZE)[None, :]
     inside = (t < tokens) & (i < size)
     channel = tl.where(is_key, 0, 2 * KH * DK) + head * size + i
@@ -70,30 +76,47 @@ def _mixed_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _convolution_kernel(
-    D_MIXED, X, CONVOLUTION, POSITION, DX, SUMS, tokens, channels, WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+def _inputs_kernel(
+    D_MIXED, CONVOLUTION, POSITION, DX, tokens, channels, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """One program TOKENS x CHANNELS of dx; SUMS [blocks of tokens, WIDTH, channels]."""
-    block = tl.program_id(0).to(tl.int64)
-    t = (block * TOKENS + tl.arange(0, TOKENS))[:, None]
+    """One program ROWS x CHANNELS of dx."""
+    t = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
-    inside = (t < tokens) & (channel < channels)
     at = t * channels + channel
-    position = tl.load(POSITION + t, mask=t < tokens, other=0)
-    d_mixed = tl.load(D_MIXED + at, mask=inside, other=0.0)
-    dx = tl.zeros([TOKENS, CHANNELS], tl.float32)
+    dx = tl.zeros([ROWS, CHANNELS], tl.float32)
     for back in tl.static_range(WIDTH):
-        place = WIDTH - 1 - back
         later = tl.load(POSITION + t + back, mask=t + back < tokens, other=0)
-        is_its = inside & (t + back < tokens) & (later >= back)
+        is_its = (t + back < tokens) & (later >= back) & (channel < channels)
         sent = tl.load(D_MIXED + at + back * channels, mask=is_its, other=0.0)
-        factor = tl.load(CONVOLUTION + channel * WIDTH + place, mask=channel < channels, other=0.0)
-        dx += sent * factor.to(tl.float32)
-        x = tl.load(X + at - back * channels, mask=inside & (position >= back), other=0.0)
-        sums = tl.sum(d_mixed * x.to(tl.float32), 0)[None, :]
-        tl.store(SUMS + (block * WIDTH + place) * channels + channel, sums, mask=channel < channels)
+        place = CONVOLUTION + channel * WIDTH + (WIDTH - 1 - back)
+        dx += sent * tl.load(place, mask=channel < channels, other=0.0).to(tl.float32)
+    inside = (t < tokens) & (channel < channels)
     tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _sums_kernel(
+    D_MIXED, X, POSITION, SUMS, tokens, channels, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """One program CHANNELS of one row of dw of TOKENS tokens, ROWS at once; SUMS [blocks of tokens,
+    WIDTH, channels].
+    """
+    block, place = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    back = WIDTH - 1 - place
+    channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+    total = tl.zeros([ROWS, CHANNELS], tl.float32)
+    for first in range(0, TOKENS, ROWS):
+        t = (block * TOKENS + first + tl.arange(0, ROWS))[:, None]
+        position = tl.load(POSITION + t, mask=t < tokens, other=-1)
+        at = t * channels + channel
+        is_its = (position >= back) & (channel < channels)
+        d_mixed = tl.load(D_MIXED + at, mask=is_its, other=0.0)
+        x = tl.load(X + at - back * channels, mask=is_its, other=0.0)
+        total += d_mixed * x.to(tl.float32)
+    to = SUMS + (block * WIDTH + place) * channels + channel
+    tl.store(to, tl.sum(total, 0)[None, :], mask=channel < channels)
 
 
 def rows_backward(
@@ -113,17 +136,23 @@ def rows_backward(
     tokens, heads, key_heads = len(x), shape.value_heads, shape.key_heads
     dq, dk, dv, d_decay, d_beta = d_rows
     d_mixed = torch.empty(tokens, shape.channels, dtype=torch.float32, device=x.device)
-    vectors = triton.cdiv(tokens * 2 * key_heads, VECTORS) + triton.cdiv(tokens * heads, VECTORS)
-    _mixed_kernel[(vectors,)](
+    size = padded(max(shape.key_dim, shape.value_dim))
+    vectors = vectors_at_once(tokens, size)
+    _mixed_kernel[(triton.cdiv(tokens, vectors), 2 * key_heads + heads)](
         x, weights.convolution, positions, dq, dk, dv, d_mixed, tokens, heads, key_heads,
-        shape.key_dim, shape.value_dim, shape.width, padded(max(shape.key_dim, shape.value_dim)),
-        VECTORS, shape.key_dim**-0.5, num_warps=4, enable_fp_fusion=False,
+        shape.key_dim, shape.value_dim, shape.width, size, vectors,
+        shape.key_dim**-0.5, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     dx, blocks = torch.empty_like(x), triton.cdiv(tokens, DELTA_TOKENS)
     sums = d_mixed.new_empty(blocks, shape.width, shape.channels)
-    _convolution_kernel[(blocks, triton.cdiv(shape.channels, CHANNELS))](
-        d_mixed, x, weights.convolution, positions, dx, sums, tokens, shape.channels, shape.width,
-        DELTA_TOKENS, CHANNELS, num_warps=8,
+    of_channels = triton.cdiv(shape.channels, CHANNELS)
+    _inputs_kernel[(triton.cdiv(tokens, ROWS), of_channels)](
+        d_mixed, weights.convolution, positions, dx, tokens, shape.channels, shape.width, ROWS,
+        CHANNELS, num_warps=4,
+    )  # fmt: skip
+    _sums_kernel[(blocks, of_channels, shape.width)](
+        d_mixed, x, positions, sums, tokens, shape.channels, shape.width, DELTA_TOKENS, ROWS,
+        CHANNELS, num_warps=4,
     )  # fmt: skip
     gradients.convolution.add_(sums.sum(0).t())
     given = inputs.a, inputs.b, weights.a_log, weights.dt_bias

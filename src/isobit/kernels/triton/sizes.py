@@ -63,7 +63,7 @@ _SCALES = 1024  # a lower bound for the bytes of a transposed matrix to one of i
 FACTORS = 1 << 24
 """FP32 factors of the delta rule's chains that exist at once; more where one chunk has more."""
 DELTA_CHUNKS = 32  # that the backward of the delta rule takes at once
-DELTA_TOKENS = 32  # of a program of its convolution's backward
+DELTA_TOKENS = 256  # of a sum of its convolution's gradient
 HEAD_ROWS = 64  # the fastest products take lm_head's rows in whole tiles of so many
 _TILE = 128
 SPLIT_ROWS = 5, 64  # of an INT8 product that reads K in parts, the fewest and the most
