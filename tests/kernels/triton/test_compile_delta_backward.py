@@ -32,7 +32,7 @@ KERNELS = {
 CONSTANTS = {
     "H": 32, "KH": 16, "DK": 128, "DV": 128, "BK": chunks.WIDEST, "BV": chunks.WIDEST,
     "PART": 16, "WIDTH": 4, "SIZE": 128, "ROOT": 128**-0.5,
-    "TOKENS": DELTA_TOKENS, "CHANNELS": rows.CHANNELS, "ROWS": rows.ROWS,
+    "TOKENS": DELTA_TOKENS, "CHANNELS": rows.CHANNELS, "PLACES": 4,
 }  # fmt: skip
 TYPES = {
     **dict.fromkeys(("X", "CONVOLUTION", "D_OUTPUT", "DX"), "*bf16"),
@@ -51,6 +51,8 @@ def test_backward(name: str, size: int) -> None:
     sizes = {"DK": size, "DV": size, "SIZE": size, "ROOT": size**-0.5}
     sizes |= {"VECTORS": vectors_at_once(8192, size)}
     sizes |= {"BV": size} if name == "passed" else {}
+    summed = {"inputs": rows.ROWS, "sums": rows.SUMMED}
+    sizes |= {"ROWS": summed.get(name, chunks.ROWS)}
     sizes |= {"ROWS": size, "BV": chunks.COLUMNS * 128 // size} if name == "states" else {}
     constants: dict[str, Any] = {}
     types = dict[str, str]()
@@ -59,5 +61,5 @@ def test_backward(name: str, size: int) -> None:
             constants[parameter.name] = (CONSTANTS | sizes)[parameter.name]
         else:
             types[parameter.name] = TYPES.get(parameter.name, "*fp32")
-    warps = 8 if name in ("factors", "gates") else 4
+    warps = 8 if name == "gates" else 4
     assert_assembles(compile_portable(kernel, types, constants, warps))

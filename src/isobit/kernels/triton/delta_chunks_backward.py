@@ -39,7 +39,10 @@ from isobit.kernels.triton.delta_rows import CHUNK, DeltaRows, padded
 
 _CHUNK = tl.constexpr(CHUNK)
 _DEPTH = tl.constexpr(16)  # terms of a sum that a product takes at once
-WIDEST = 64  # numbers of a key or a value that a program has at once
+ROWS, WIDEST = 32, 64
+"""Of a chunk, and numbers of a key or a value, that a program has.  Of 64 rows Hopper's products
+read operands that are cut from shared memory, which takes longer in all kernels but three.
+"""
 COLUMNS = 32  # of a state that a program walks, with all its rows; half as many of more than 128
 
 
@@ -74,40 +77,46 @@ def _added(total, a, of_a, a_step, b, of_b, b_step, terms, scale):
 
 
 @triton.jit
+def _rows_of_program(axis: tl.constexpr, ROWS: tl.constexpr):
+    return tl.program_id(axis) * ROWS + tl.arange(0, ROWS)
+
+
+@triton.jit
 def _factors_kernel(
     Q, K, DECAY, BETA, TOKENS, SIZES, SEEN, LEFT, BETAS, READ, GAMMA, SHARED, READ_BY, OVERLAP,
-    H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr,
+    H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """exp(G), exp(G_63 - G), beta and beta exp(G) [n, H, 64]; Gamma, A without beta, P and A [n, H,
-    64, 64].
+    """ROWS rows of exp(G), exp(G_63 - G), beta and beta exp(G) [n, H, 64], and of Gamma, A without
+    beta, P and A [n, H, 64, 64].
     """
     place = tl.program_id(0).to(tl.int64)
     chunk, head = place // H, place % H
-    i = tl.arange(0, _CHUNK)
-    token = tl.load(TOKENS + chunk)
-    there = i < tl.load(SIZES + chunk)
-    decay = tl.load(DECAY + (token + i) * H + head, mask=there, other=0.0).to(tl.float64)
-    total = tl.sum(tl.where(i[None, :] <= i[:, None], decay[None, :], 0.0), 1)
+    i, j = _rows_of_program(1, ROWS), tl.arange(0, _CHUNK)
+    token, size = tl.load(TOKENS + chunk), tl.load(SIZES + chunk)
+    decay = tl.load(DECAY + (token + j) * H + head, mask=j < size, other=0.0).to(tl.float64)
+    total = tl.sum(tl.where(j[None, :] <= i[:, None], decay[None, :], 0.0), 1)
+    others = tl.sum(tl.where(j[:, None] <= j[None, :], decay[:, None], 0.0), 0)
     seen = tl.exp(total.to(tl.float32))
     tl.store(SEEN + place * _CHUNK + i, seen)
     tl.store(LEFT + place * _CHUNK + i, tl.exp((tl.sum(decay, 0) - total).to(tl.float32)))
-    beta = tl.load(BETA + (token + i) * H + head, mask=there, other=0.0)
+    beta = tl.load(BETA + (token + i) * H + head, mask=i < size, other=0.0)
     tl.store(BETAS + place * _CHUNK + i, beta)
     tl.store(READ + place * _CHUNK + i, beta * seen)
-    at = (place * _CHUNK + i[:, None]) * _CHUNK + i[None, :]
-    distance = (total[:, None] - total[None, :]).to(tl.float32)
-    gamma = tl.where(i[None, :] <= i[:, None], tl.exp(distance), 0.0)
+    at = (place * _CHUNK + i[:, None]) * _CHUNK + j[None, :]
+    distance = (total[:, None] - others[None, :]).to(tl.float32)
+    gamma = tl.where(j[None, :] <= i[:, None], tl.exp(distance), 0.0)
     tl.store(GAMMA + at, gamma)
-    of_key = ((token + i) * KH + head // (H // KH)) * DK
-    own, others = there[:, None], there[None, :]
-    columns = (K + of_key)[None, :]
-    shared = tl.zeros([_CHUNK, _CHUNK], tl.float32)
-    shared = _added(shared, (K + of_key)[:, None], own, 1, columns, others, 1, DK, None)
-    shared = tl.where(i[None, :] < i[:, None], shared * gamma, 0.0)
+    own, key_head = (i < size)[:, None], head // (H // KH)
+    rows = ((token + i) * KH + key_head)[:, None] * DK
+    columns = K + ((token + j) * KH + key_head)[None, :] * DK
+    there = (j < size)[None, :]
+    shared = tl.zeros([ROWS, _CHUNK], tl.float32)
+    shared = _added(shared, K + rows, own, 1, columns, there, 1, DK, None)
+    shared = tl.where(j[None, :] < i[:, None], shared * gamma, 0.0)
     tl.store(SHARED + at, shared)
     tl.store(OVERLAP + at, beta[:, None] * shared)
-    read_by = tl.zeros([_CHUNK, _CHUNK], tl.float32)
-    read_by = _added(read_by, (Q + of_key)[:, None], own, 1, columns, others, 1, DK, None)
+    read_by = tl.zeros([ROWS, _CHUNK], tl.float32)
+    read_by = _added(read_by, Q + rows, own, 1, columns, there, 1, DK, None)
     tl.store(READ_BY + at, read_by * gamma)
 
 
@@ -133,16 +142,16 @@ def _reads_kernel(
 @triton.jit
 def _outputs_kernel(
     D_OUTPUT, TOKENS, SIZES, READ_BY, D_UPDATES, H: tl.constexpr, DV: tl.constexpr,
-    BV: tl.constexpr,
+    BV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """BV columns of P^T dO [n, H, 64, DV]."""
+    """ROWS rows and BV columns of P^T dO [n, H, 64, DV]."""
     place = tl.program_id(0).to(tl.int64)
     chunk, head = place // H, place % H
-    i = tl.arange(0, _CHUNK)[:, None]
+    i = _rows_of_program(2, ROWS)[:, None]
     v = (tl.program_id(1) * BV + tl.arange(0, BV))[None, :]
     given = D_OUTPUT + (tl.load(TOKENS + chunk) * H + head) * DV + v
     made = _added(
-        tl.zeros([_CHUNK, BV], tl.float32), READ_BY + place * (_CHUNK * _CHUNK) + i, i < _CHUNK,
+        tl.zeros([ROWS, BV], tl.float32), READ_BY + place * (_CHUNK * _CHUNK) + i, i < _CHUNK,
         _CHUNK, given, v < DV, H * DV, tl.load(SIZES + chunk), None,
     )  # fmt: skip
     tl.store(D_UPDATES + (place * _CHUNK + i) * DV + v, made, mask=v < DV)
@@ -216,20 +225,21 @@ def _states_kernel(
 def _told_kernel(
     K, V, TOKENS, SIZES, STATES, KEPT, SEEN, LEFT, D_BEHIND, TOLD, WANTED, D_UPDATES,
     H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """BV columns of exp(G) (k S0) and r [n, H, 64, DV]; to D_UPDATES, which is P^T dO, E dS1 is
-    added.
+    """ROWS rows and BV columns of exp(G) (k S0) and r [n, H, 64, DV]; to D_UPDATES, which is P^T
+    dO, E dS1 is added.
     """
     place = tl.program_id(0).to(tl.int64)
     chunk, head = place // H, place % H
     token, own = tl.load(TOKENS + chunk), tl.load(STATES + chunk)
-    i = tl.arange(0, _CHUNK)[:, None]
+    i = _rows_of_program(2, ROWS)[:, None]
     there = i < tl.load(SIZES + chunk)
     v = (tl.program_id(1) * BV + tl.arange(0, BV))[None, :]
     of_row = (place * _CHUNK + i) * DV + v
     key = K + ((token + i) * KH + head // (H // KH)) * DK
     told = _added(
-        tl.zeros([_CHUNK, BV], tl.float32), key, there, 1,
+        tl.zeros([ROWS, BV], tl.float32), key, there, 1,
         KEPT + (own * H + head) * DK * DV + v, (v < DV) & (own >= 0), DV, DK, None,
     ) * tl.load(SEEN + place * _CHUNK + i)  # fmt: skip
     tl.store(TOLD + of_row, told, mask=v < DV)
@@ -237,7 +247,7 @@ def _told_kernel(
     wanted = tl.load(of_value, mask=there & (v < DV), other=0.0) - told
     tl.store(WANTED + of_row, wanted, mask=v < DV)
     passed = _added(
-        tl.zeros([_CHUNK, BV], tl.float32), key, there, 1, D_BEHIND + place * DK * DV + v,
+        tl.zeros([ROWS, BV], tl.float32), key, there, 1, D_BEHIND + place * DK * DV + v,
         v < DV, DV, DK, None,
     ) * tl.load(LEFT + place * _CHUNK + i)  # fmt: skip
     passed += tl.load(D_UPDATES + of_row, mask=v < DV, other=0.0)
@@ -246,20 +256,21 @@ def _told_kernel(
 
 @triton.jit
 def _updates_kernel(
-    INVERSE, BETAS, WANTED, D_UPDATES, UPDATES, D_WANTED, DV: tl.constexpr, BV: tl.constexpr
-):
-    """BV columns of u and of the gradient of beta r [n, H, 64, DV]."""
+    INVERSE, BETAS, WANTED, D_UPDATES, UPDATES, D_WANTED, DV: tl.constexpr, BV: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows and BV columns of u and of the gradient of beta r [n, H, 64, DV]."""
     place = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, _CHUNK)[:, None]
+    i = _rows_of_program(2, ROWS)[:, None]
     v = (tl.program_id(1) * BV + tl.arange(0, BV))[None, :]
     inverse, first = INVERSE + place * (_CHUNK * _CHUNK), place * _CHUNK * DV + v
     updates = _added(
-        tl.zeros([_CHUNK, BV], tl.float32), inverse + i * _CHUNK, i < _CHUNK, 1, WANTED + first,
+        tl.zeros([ROWS, BV], tl.float32), inverse + i * _CHUNK, i < _CHUNK, 1, WANTED + first,
         v < DV, DV, _CHUNK, BETAS + place * _CHUNK,
     )  # fmt: skip
     tl.store(UPDATES + first + i * DV, updates, mask=v < DV)
     d_wanted = _added(
-        tl.zeros([_CHUNK, BV], tl.float32), inverse + i, i < _CHUNK, _CHUNK, D_UPDATES + first,
+        tl.zeros([ROWS, BV], tl.float32), inverse + i, i < _CHUNK, _CHUNK, D_UPDATES + first,
         v < DV, DV, _CHUNK, None,
     )  # fmt: skip
     tl.store(D_WANTED + first + i * DV, d_wanted, mask=v < DV)
@@ -276,21 +287,18 @@ def _pairs_kernel(
     D_OVERLAP,
     H: tl.constexpr,
     DV: tl.constexpr,
-):
+):  # fmt: skip
     """The gradients of P and of -A, [n, H, 64, 64], above the diagonals too."""
     place = tl.program_id(0).to(tl.int64)
     chunk, head = place // H, place % H
-    i = tl.arange(0, _CHUNK)
-    there = i < tl.load(SIZES + chunk)
-    at = (place * _CHUNK + i[:, None]) * _CHUNK + i[None, :]
-    along = UPDATES + (place * _CHUNK + i[None, :]) * DV
-    given = D_OUTPUT + ((tl.load(TOKENS + chunk) + i[:, None]) * H + head) * DV
-    every = i[None, :] < _CHUNK
-    none = tl.zeros([_CHUNK, _CHUNK], tl.float32)
-    d_read_by = _added(none, given, there[:, None], 1, along, every, 1, DV, None)
-    tl.store(D_READ_BY + at, d_read_by)
-    d_wanted = D_WANTED + (place * _CHUNK + i[:, None]) * DV
-    d_overlap = _added(none, d_wanted, i[:, None] < _CHUNK, 1, along, every, 1, DV, None)
+    i, j = tl.arange(0, _CHUNK)[:, None], tl.arange(0, _CHUNK)[None, :]
+    at = (place * _CHUNK + i) * _CHUNK + j
+    along, every = UPDATES + (place * _CHUNK + j) * DV, j < _CHUNK
+    given = D_OUTPUT + ((tl.load(TOKENS + chunk) + i) * H + head) * DV
+    none, there = tl.zeros([_CHUNK, _CHUNK], tl.float32), i < tl.load(SIZES + chunk)
+    tl.store(D_READ_BY + at, _added(none, given, there, 1, along, every, 1, DV, None))
+    d_wanted = D_WANTED + (place * _CHUNK + i) * DV
+    d_overlap = _added(none, d_wanted, i < _CHUNK, 1, along, every, 1, DV, None)
     tl.store(D_OVERLAP + at, d_overlap)
 
 
@@ -299,8 +307,8 @@ def _ends_kernel(
     D_OUTPUT, TOKENS, SIZES, STATES, KEPT, SEEN, LEFT, D_BEHIND, UPDATES, D_QUERY, D_ENDS,
     H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """BK columns of what q and k get by states: exp(G) (dO S0^T) and exp(G_63 - G) (u dS1^T), [n,
-    H, 64, DK].
+    """BK columns of what q and k get by states: exp(G) (dO S0^T) and exp(G_63 - G) (u
+    dS1^T), [n, H, 64, DK].
     """
     place = tl.program_id(0).to(tl.int64)
     chunk, head = place // H, place % H
@@ -407,13 +415,13 @@ def _gates_kernel(
 def _keys_kernel(
     Q, K, TOKENS, SIZES, STATES, KEPT, READ, D_WANTED, D_READ_BY, D_OVERLAP, D_QUERY, D_ENDS,
     DQ_ROWS, DK_ROWS, H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BK: tl.constexpr,
+    BK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """BK columns of the gradients of q and k of a chunk's rows."""
+    """ROWS rows and BK columns of the gradients of q and k of a chunk's rows."""
     place = tl.program_id(0).to(tl.int64)
     chunk, head = place // H, place % H
     own, token, size = tl.load(STATES + chunk), tl.load(TOKENS + chunk), tl.load(SIZES + chunk)
-    i = tl.arange(0, _CHUNK)[:, None]
+    i = _rows_of_program(2, ROWS)[:, None]
     d = (tl.program_id(1) * BK + tl.arange(0, BK))[None, :]
     of_row, to = (place * _CHUNK + i) * DK + d, ((token + i) * H + head) * DK + d
     of_keys = (token * KH + head // (H // KH)) * DK + d
@@ -426,7 +434,7 @@ def _keys_kernel(
     )  # fmt: skip
     tl.store(DQ_ROWS + to, d_query, mask=inside)
     d_key = _added(
-        tl.zeros([_CHUNK, BK], tl.float32), D_WANTED + (place * _CHUNK + i) * DV, every, 1,
+        tl.zeros([ROWS, BK], tl.float32), D_WANTED + (place * _CHUNK + i) * DV, every, 1,
         KEPT + ((own * H + head) * DK + d) * DV, (d < DK) & (own >= 0), 1, DV, None,
     ) * -tl.load(READ + place * _CHUNK + i)  # fmt: skip
     d_key += tl.load(D_ENDS + of_row, mask=inside, other=0.0)
@@ -463,6 +471,7 @@ def put_gradients(
     keys, values = min(padded(key_dim), WIDEST), min(padded(value_dim), WIDEST)
     of_keys, of_values = triton.cdiv(key_dim, keys), triton.cdiv(value_dim, values)
     dq_rows, dk_rows, dv_rows, d_decay, d_beta = d_rows
+    parts = CHUNK // ROWS
     place, kept = (chunks.tokens, chunks.sizes), (chunks.states, states)
     programs = n * heads
 
@@ -471,9 +480,9 @@ def put_gradients(
 
     seen, left, betas, read = (empty(CHUNK) for _ in range(4))
     gamma, shared, read_by, overlap = (empty(CHUNK, CHUNK) for _ in range(4))
-    _factors_kernel[(programs,)](
+    _factors_kernel[(programs, parts)](
         rows.q, rows.k, rows.decay, rows.beta, *place, seen, left, betas, read, gamma, shared,
-        read_by, overlap, heads, key_heads, key_dim, num_warps=8,
+        read_by, overlap, heads, key_heads, key_dim, ROWS, num_warps=4,
     )  # fmt: skip
     one = torch.eye(CHUNK, device=states.device).expand_as(overlap)
     found = torch.linalg.solve_triangular(overlap.mT, one, upper=True, unitriangular=True)
@@ -483,34 +492,44 @@ def put_gradients(
     _reads_kernel[(programs, of_keys)](
         rows.k, *place, read, inverse, reads, heads, key_heads, key_dim, keys, num_warps=4
     )
-    _outputs_kernel[(programs, of_values)](
-        d_output, *place, read_by, d_updates, heads, value_dim, values, num_warps=4
+    _outputs_kernel[(programs, of_values, parts)](
+        d_output, *place, read_by, d_updates, heads, value_dim, values, ROWS, num_warps=4
     )
     behind, told = empty(key_dim, value_dim), empty(CHUNK, value_dim)
-    _fronts_kernel[(programs, of_keys, of_values)](
+    some = min(keys, ROWS)
+    _fronts_kernel[(programs, triton.cdiv(key_dim, some), of_values)](
         rows.q, d_output, *place, seen, reads, d_updates, behind, heads, key_heads, key_dim,
-        value_dim, keys, values, num_warps=4,
+        value_dim, some, values, num_warps=4,
     )  # fmt: skip
     made = states.new_empty(sequences, heads, key_dim, value_dim)
     columns = min(padded(value_dim), COLUMNS if key_dim <= 2 * WIDEST else COLUMNS // 2)
     _states_kernel[(sequences * heads, triton.cdiv(value_dim, columns))](
         rows.k, *place, seen, left, reads, behind, told, chunks.firsts, chunks.lengths,
         made if d_states is None else d_states, made, 0 if d_states is None else len(d_states),
-        heads, key_heads, key_dim, value_dim, padded(key_dim), columns, num_warps=4, num_stages=1,
+        heads, key_heads, key_dim, value_dim, padded(key_dim), columns, num_warps=4, num_stages=3,
     )  # fmt: skip
     del reads
     wanted, updates, d_wanted = (empty(CHUNK, value_dim) for _ in range(3))
-    _told_kernel[(programs, of_values)](
+    _told_kernel[(programs, of_values, parts)](
         rows.k, rows.v, *place, *kept, seen, left, behind, told, wanted, d_updates, heads,
-        key_heads, key_dim, value_dim, values, num_warps=4,
+        key_heads, key_dim, value_dim, values, ROWS, num_warps=4,
     )  # fmt: skip
-    _updates_kernel[(programs, of_values)](
-        inverse, betas, wanted, d_updates, updates, d_wanted, value_dim, values, num_warps=4
+    _updates_kernel[(programs, of_values, parts)](
+        inverse, betas, wanted, d_updates, updates, d_wanted, value_dim, values, ROWS, num_warps=4
     )
     del inverse, d_updates
     d_read_by, d_overlap = empty(CHUNK, CHUNK), empty(CHUNK, CHUNK)
     _pairs_kernel[(programs,)](
-        d_output, *place, updates, d_wanted, d_read_by, d_overlap, heads, value_dim, num_warps=4
+        d_output,
+        *place,
+        updates,
+        d_wanted,
+        d_read_by,
+        d_overlap,
+        heads,
+        value_dim,
+        ROWS,
+        num_warps=4,
     )
     d_query, d_ends = empty(CHUNK, key_dim), empty(CHUNK, key_dim)
     _ends_kernel[(programs, of_keys)](
@@ -526,8 +545,8 @@ def put_gradients(
         d_overlap, d_query, d_ends, passed, dv_rows, d_decay, d_beta, heads, key_heads, key_dim,
         value_dim, keys, values, num_warps=8,
     )  # fmt: skip
-    _keys_kernel[(programs, of_keys)](
+    _keys_kernel[(programs, of_keys, parts)](
         rows.q, rows.k, *place, *kept, read, d_wanted, d_read_by, d_overlap, d_query, d_ends,
-        dq_rows, dk_rows, heads, key_heads, key_dim, value_dim, keys, num_warps=4,
+        dq_rows, dk_rows, heads, key_heads, key_dim, value_dim, keys, ROWS, num_warps=4,
     )  # fmt: skip
     return made

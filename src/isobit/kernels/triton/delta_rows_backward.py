@@ -31,7 +31,9 @@ from isobit.kernels.triton.delta_rows import (
 )
 from isobit.kernels.triton.sizes import DELTA_TOKENS
 
-ROWS, CHANNELS = 16, 128  # that a program of the convolution's backward has at once
+ROWS, SUMMED, CHANNELS = 16, 8, 128
+"""Tokens of dx and of dw, and channels, that a program of the convolution's backward has at once.
+"""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -97,26 +99,29 @@ def _inputs_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _sums_kernel(
-    D_MIXED, X, POSITION, SUMS, tokens, channels, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    D_MIXED, X, POSITION, SUMS, tokens, channels, WIDTH: tl.constexpr, PLACES: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """One program CHANNELS of one row of dw of TOKENS tokens, ROWS at once; SUMS [blocks of tokens,
-    WIDTH, channels].
+    """One program CHANNELS of dw of TOKENS tokens, ROWS at once; SUMS [blocks of tokens, WIDTH,
+    channels].  PLACES is WIDTH, padded.
     """
-    block, place = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    block = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PLACES)[:, None, None]
     back = WIDTH - 1 - place
-    channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
-    total = tl.zeros([ROWS, CHANNELS], tl.float32)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    own = channel[None, None, :]
+    total = tl.zeros([PLACES, ROWS, CHANNELS], tl.float32)
     for first in range(0, TOKENS, ROWS):
-        t = (block * TOKENS + first + tl.arange(0, ROWS))[:, None]
+        t = (block * TOKENS + first + tl.arange(0, ROWS))[None, :, None]
         position = tl.load(POSITION + t, mask=t < tokens, other=-1)
-        at = t * channels + channel
-        is_its = (position >= back) & (channel < channels)
-        d_mixed = tl.load(D_MIXED + at, mask=is_its, other=0.0)
-        x = tl.load(X + at - back * channels, mask=is_its, other=0.0)
+        inside = (position >= 0) & (own < channels)
+        d_mixed = tl.load(D_MIXED + t * channels + own, mask=inside, other=0.0)
+        is_its = inside & (place < WIDTH) & (position >= back)
+        x = tl.load(X + (t - back) * channels + own, mask=is_its, other=0.0)
         total += d_mixed * x.to(tl.float32)
+    place, channel = tl.arange(0, PLACES)[:, None], channel[None, :]
     to = SUMS + (block * WIDTH + place) * channels + channel
-    tl.store(to, tl.sum(total, 0)[None, :], mask=channel < channels)
+    tl.store(to, tl.sum(total, 1), mask=(place < WIDTH) & (channel < channels))
 
 
 def rows_backward(
@@ -150,9 +155,9 @@ def rows_backward(
         d_mixed, weights.convolution, positions, dx, tokens, shape.channels, shape.width, ROWS,
         CHANNELS, num_warps=4,
     )  # fmt: skip
-    _sums_kernel[(blocks, of_channels, shape.width)](
-        d_mixed, x, positions, sums, tokens, shape.channels, shape.width, DELTA_TOKENS, ROWS,
-        CHANNELS, num_warps=4,
+    _sums_kernel[(blocks, of_channels)](
+        d_mixed, x, positions, sums, tokens, shape.channels, shape.width,
+        triton.next_power_of_2(shape.width), DELTA_TOKENS, SUMMED, CHANNELS, num_warps=4,
     )  # fmt: skip
     gradients.convolution.add_(sums.sum(0).t())
     given = inputs.a, inputs.b, weights.a_log, weights.dt_bias
