@@ -520,16 +520,7 @@ def put_gradients(
     del inverse, d_updates
     d_read_by, d_overlap = empty(CHUNK, CHUNK), empty(CHUNK, CHUNK)
     _pairs_kernel[(programs,)](
-        d_output,
-        *place,
-        updates,
-        d_wanted,
-        d_read_by,
-        d_overlap,
-        heads,
-        value_dim,
-        ROWS,
-        num_warps=4,
+        d_output, *place, updates, d_wanted, d_read_by, d_overlap, heads, value_dim, num_warps=4
     )
     d_query, d_ends = empty(CHUNK, key_dim), empty(CHUNK, key_dim)
     _ends_kernel[(programs, of_keys)](
