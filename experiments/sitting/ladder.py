@@ -28,7 +28,7 @@ ROOM = 12
 """Of a card, in runs of ``27m``."""
 TAKES = {"27m": 1, "hybrid": 1, "108m": 3, "443m": 6, "1.1b": 6}
 """What a run takes of it, and a start of that size while it is made."""
-NEEDS = {"27m": 480, "hybrid": 600, "108m": 640, "443m": 1180, "1.1b": 1200}
+NEEDS = {"27m": 480, "hybrid": 600, "108m": 640, "443m": 1270, "1.1b": 1200}
 """Seconds of a run where the card is full.  Alone the larger two take 800 and 780."""
 KV_GIB = {"27m": 4, "hybrid": 4, "108m": 6, "443m": 16, "1.1b": 16}
 

@@ -55,7 +55,7 @@ def prepare() -> None:
     builder.create_fma = lambda _, x, y, z: interpreter.TensorHandle(
         _fused(x.data, y.data, z.data), z.dtype.scalar
     )
-    delta_rows.FEW = 0, 1 << 12  # of a program, of which the interpreter takes few
+    delta_rows.FEW = 1 << 12  # of a program, of which the interpreter takes few
     use(torch.device("cpu"))
 
 

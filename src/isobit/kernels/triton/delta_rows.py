@@ -27,8 +27,10 @@ CHUNK = DELTA_CHUNK
 _CHUNK = tl.constexpr(CHUNK)
 EPSILON = tl.constexpr(1e-6)  # of the lengths of q and k
 STEPS = 128  # numbers of g that a program makes
-FEW, MANY = (0, 1 << 10), (2048, 1 << 11)
-"""How many tokens there are, at least, and how many numbers of a head a program has then."""
+FEW, MANY, MANY_TOKENS = 1 << 10, 1 << 11, 2048
+"""Numbers of a head that a program has, of new tokens of carries and of fewer than so many, and of
+more.
+"""
 
 
 @triton.jit
@@ -215,9 +217,9 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def vectors_at_once(tokens: int, size: int) -> int:
+def vectors_at_once(tokens: int, size: int, is_paged: bool = False) -> int:
     """Tokens of a head of ``size`` numbers, padded, that a program has."""
-    return max(1, (MANY if tokens >= MANY[0] else FEW)[1] // size)
+    return max(1, (FEW if is_paged or tokens < MANY_TOKENS else MANY) // size)
 
 
 def rows_of(
@@ -245,7 +247,7 @@ def rows_of(
         STEPS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     size = padded(max(shape.key_dim, shape.value_dim))
-    vectors = vectors_at_once(tokens, size)
+    vectors = vectors_at_once(tokens, size, carries is not None)
     _rows_kernel[(triton.cdiv(tokens, vectors), 2 * key_heads + heads)](
         x, weights.convolution, owners, batch.positions, batch.counts, batch.tokens, batch.read,
         batch.written, None if carries is None else carries.inputs, rows.q, rows.k, rows.v, tokens,
