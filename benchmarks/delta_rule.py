@@ -1,6 +1,6 @@
 """The gated delta rule of one layer on a card: microseconds, kernel by kernel, and its bits.
 
-    python -m benchmarks.delta_rule [--against OLDER/src] [--forms] [--cases CASE ...] > ROWS.jsonl
+    python -m benchmarks.delta_rule [--against OLDER/src | --forms] [--cases CASE ...] > ROWS.jsonl
     python -m benchmarks.delta_rule --beside-native > ROWS.jsonl
 
 ``decode`` is a step of so many sequences, whose rows are ``spread`` over their chunks or all begin
@@ -226,13 +226,13 @@ def forms_of(name: Row) -> Iterator[tuple[Row, Module, str, object]]:
             yield {"factors_at_once": numbers}, delta_rule, "FACTORS", numbers
 
 
-def measure_forms(shape: DeltaShape, device: str) -> Iterator[Row]:
+def measure_forms(shape: DeltaShape, device: str, wanted: Sequence[str]) -> Iterator[Row]:
     """Of this tree alone; a digest that differs from another form's is a fault."""
     from isobit.kernels.triton import delta_rule_rollout
 
     delta_rule_rollout.FEW_PAIRS = 0  # so that the form is that of many
     for name, make in cases(shape, device):
-        for form, module, where, value in forms_of(name):
+        for form, module, where, value in forms_of(name) if name["case"] in wanted else ():
             usual = getattr(module, where)
             setattr(module, where, value)
             torch.manual_seed(0)
@@ -340,6 +340,11 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3.5-9b")
     parser.add_argument("--back-end", choices=("hopper", "triton"), default="hopper")
     asked = parser.parse_args()
+    apart = asked.beside_native, asked.forms, asked.against is not None
+    if sum(apart) > 1 or (asked.beside_native and asked.cases != CASES):
+        parser.error("--beside-native, --forms and --against are each by themselves")
+    if asked.back_end == "triton" and asked.against:
+        parser.error("--against measures the other tree as Hopper's back end lowers it")
     if asked.back_end == "triton":
         lower_for_sm_80()
     shape = model_shape(asked.shape).delta
@@ -357,7 +362,7 @@ def main() -> None:
             row |= {"old_us": old["us"], "faster": old["us"] / row["us"]}
             row |= {"same_bits": old["digest"] == row["digest"], "old_kernels": old["kernels"]}
         printed(row)
-    for row in measure_forms(shape, "cuda") if asked.forms else ():
+    for row in measure_forms(shape, "cuda", asked.cases) if asked.forms else ():
         printed(row)
 
 

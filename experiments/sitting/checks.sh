@@ -33,7 +33,7 @@ small_cards() {
   tail -n +1 /tmp/portable/small/*
 }
 hybrids() {  # OLDER is another tree, where its kernels are to be compared
-  python3 -m benchmarks.delta_rule ${OLDER:+--against $OLDER/src} --forms > /tmp/portable/delta-rule.jsonl; since "delta rule: $?"
+  python3 -m benchmarks.delta_rule ${OLDER:+--against $OLDER/src} > /tmp/portable/delta-rule.jsonl; since "delta rule: $?"
   for shape in qwen3.5-9b qwen3-8b; do
     python3 -m benchmarks.rollout steps --precisions int8 --counts 1,32,256 --shape $shape --out /tmp/portable/hybrid
     python3 -m benchmarks.rollout native --precision int8 --cases prefill --shape $shape --out /tmp/portable/hybrid

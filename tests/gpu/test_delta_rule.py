@@ -43,6 +43,16 @@ def test_forms_are_in_no_bit(shape: DeltaShape) -> None:
 
 
 @of_shapes
+def test_vectors_of_a_program_are_in_no_bit(shape: DeltaShape) -> None:
+    checks.check_vectors(shape)
+
+
+@of_shapes
+def test_gradients_of_several_blocks(shape: DeltaShape) -> None:
+    checks.check_blocks(shape, [130, 200, 64, 3])
+
+
+@of_shapes
 def test_pieces_are_in_no_bit(shape: DeltaShape) -> None:
     checks.check_pieces(shape)
 

@@ -572,25 +572,36 @@ class Clocked(Times):
     """Its clock says what a step of such a device and host takes; the estimate may be wrong."""
 
     seconds: float = 0.0
+    plain: float = 1.0
+    """Of what a step without guesses is taken to take."""
+    right: float = 1.0
+    """Of the guesses that are expected to be accepted."""
+    accepted: float = 0.0
 
     def now(self) -> float:
         return 1.0 + self.seconds
 
     def steps(self, drafter: Drafter, samples: Sequence[Sample], count: int, cost: float) -> int:
         """Let ``count`` steps pass, whose guesses cost so much.  -> Those with guesses."""
-        guessed = made = 0
+        guessed, drafts = 0, list[Sequence[int]]()
         for _ in range(count):
-            waits = made or drafter.is_worth_waiting(samples)
+            waits = any(drafts) or drafter.is_worth_waiting(samples)
             drafter.begin_plan()
-            made = 0
-            if waits:
-                drafts = drafter.drafts(samples, [7] * len(samples), samples)
-                made = sum(map(len, drafts))
-            rows = len(samples) + made
-            if made:
-                drafter.end_plan(rows, samples)
+            drafts = drafter.drafts(samples, [7] * len(samples), samples) if waits else []
+            made = sum(map(len, drafts))
+            drafter.end_plan(len(samples) + made, samples)
             guessed += bool(made)
-            self.seconds += self.step_seconds(rows, 0) + cost * bool(made)
+            for sample in samples:
+                sample.tokens.append(1)
+            for sample, draft in zip(samples, drafts, strict=False):
+                self.accepted += self.right * sum(
+                    sample.acceptance**n for n in range(1, len(draft) + 1)
+                )
+                while self.accepted >= 1:
+                    sample.tokens.append(1)
+                    self.accepted -= 1
+            device_s = self.step_seconds(len(samples) + made, 0)
+            self.seconds += device_s + cost if made else device_s * self.plain + cost * waits
         return guessed
 
 
@@ -606,7 +617,7 @@ def test_what_guesses_cost_is_learnt_from_steps_that_have_them() -> None:
     """By powers of two of the samples, whose costs a sample are not the same."""
     samples = decoding(*[0.8] * 8)
     cheap, dear = (Clocked(0.01, wait_s=0.5, host_s=0.05) for _ in range(2))
-    assert cheap.steps(clocked(cheap), samples, 200, 0.9) == 200, "as estimated"
+    assert cheap.steps(clocked(cheap), samples, 200, 0.9) > 190, "as estimated"
     drafter = clocked(dear)
     assert dear.steps(drafter, samples, 200, 9.0) < 30
     few = decoding(0.6, 0.6)
@@ -616,8 +627,26 @@ def test_what_guesses_cost_is_learnt_from_steps_that_have_them() -> None:
     assert free.steps(clocked(free), samples, 20, 9.0) == 20, "none is estimated, and none learnt"
     short = Clocked(-0.001, wait_s=0.5, host_s=0.05)
     drafter = clocked(short)
-    assert short.steps(drafter, samples, 4000, 0.0) == 4000
+    assert short.steps(drafter, samples, 4000, 0.0) > 3990
     assert short.steps(drafter, samples, 200, 9.0) < 60, "what cost nothing can become dear"
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("plain", [0.6, 1.0, 1.5])
+@pytest.mark.parametrize("right", [0.2, 0.6, 1.0])
+@pytest.mark.parametrize("cost", [0.1, 0.6, 2.0])
+def test_guesses_never_cost_much_whatever_was_estimated(
+    plain: float, right: float, cost: float
+) -> None:
+    """Seconds a token, of 16 samples over 2,000 steps, beside those without guesses."""
+    samples = decoding(*[0.6] * 16)
+    times = Clocked(0.005, wait_s=0.1, host_s=0.005, plain=plain, right=right)
+    times.steps(clocked(times), samples, 2000, cost)
+    a_token = 16 * times.seconds / sum(len(sample.tokens) for sample in samples)
+    without = plain * times.step_seconds(16, 0)
+    assert a_token < 1.02 * without
+    if plain >= 1 and right == 1 and cost < 0.5:
+        assert a_token < 0.9 * without
 
 
 class Ticking(DelayedRunner):
@@ -648,7 +677,7 @@ def test_an_engine_makes_fewer_guesses_where_they_have_cost_more_than_they_gain(
 def test_a_pause_is_not_taken_for_what_guesses_cost() -> None:
     samples, times = decoding(*[0.8] * 8), Clocked(0.01, wait_s=0.5, host_s=0.05)
     drafter = clocked(times)
-    assert times.steps(drafter, samples, 20, 0.9) == 20
+    assert times.steps(drafter, samples, 20, 0.9) >= 14
     times.seconds += 1e6  # a tool, a trainer
     assert times.steps(drafter, samples, 100, 0.9) == 100
 

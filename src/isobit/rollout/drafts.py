@@ -17,12 +17,14 @@ weight is 0.
 which the table has foretold the sample's last tokens, whether these were guessed or not. The
 likeliest guesses of all samples stand in a step, as many as give the most expected tokens a second
 by the device's times of steps (``StepTimes``); none where that is no more than without any. A step
-with guesses has to be waited for, and what that costs is learnt from such steps by a clock, so the
-number of guesses depends on it, and nothing else does.
+with guesses has to be waited for. What that costs, what share of the guesses that were expected to
+be accepted were, and what steps without guesses take are learnt from the engine's own steps, two of
+them by a clock; so the number of guesses depends on it, and nothing else does.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
 from math import inf, log
 from operator import mul, neg, truediv
@@ -45,11 +47,15 @@ LENGTHS = 64
 TOGETHER, TOGETHER_EACH = 64, 12
 """New tokens of several samples, and of each of these, from which on numpy notes them faster."""
 LEARNT, FORGOTTEN = 0.2, 0.02
-"""How far what guesses are taken to cost moves to what they have cost in a step, and back to the
-estimate where none are worth it.
+"""How far what guesses are taken to cost and to bring moves to what they have cost and brought in a
+step, and back to the estimate where none are worth it.
 """
-LEAST_COST = 1 / 8
-"""A share of the estimate, from which guesses can become dear again."""
+TIMED = 3
+"""Steps without guesses that are timed before there are any, of about as many samples."""
+LEAST, MOST = 1 / 8, 2.0
+"""Multiples of the estimate, from which guesses can become dear again, and how many times what is
+known one step may count.
+"""
 
 
 class StepTimes(Protocol):
@@ -80,6 +86,31 @@ class StepTimes(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _Learnt:
+    """Of steps with about as many decoding samples, in multiples of what was estimated."""
+
+    cost: float = 1.0  # what guesses cost
+    accepted: float = 1.0  # guesses that were accepted
+    plain: float = 1.0  # what steps without guesses take
+    timed: int = 0  # of these
+
+    def forget(self) -> None:
+        """Move what guesses cost and bring to the estimates."""
+        self.cost += FORGOTTEN * (1 - self.cost)
+        self.accepted += FORGOTTEN * (1 - self.accepted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A step of decoding samples alone."""
+
+    samples: Sequence[Sample]
+    tokens: int  # that they had
+    device_s: float  # by estimate
+    expected: float  # guesses to be accepted; 0 where it has none
+
+
 class Drafter:
     """What was drawn so far, and guesses of what comes.
 
@@ -98,14 +129,17 @@ class Drafter:
         """The chance that a guess must have to be looked up."""
         self._length, self._seconds = 0, list[float]()
         """Of steps whose longest sequence is about so long, by rows; 0 where not asked yet."""
-        self._costs = [1.0] * (SPECULATED_ROWS.bit_length() + 1)
-        """What guesses cost, in multiples of the estimate: by the bits of the number of samples."""
+        self._learnt = [_Learnt() for _ in range(SPECULATED_ROWS.bit_length() + 1)]
+        """By the bits of the number of samples."""
+        self._expected = 0.0
+        """Guesses of the step that is planned that are expected to be accepted."""
         self._began = 0.0
         """When the last step was planned."""
-        self._planned: tuple[float, int] | None = None
-        """What the device takes for it, by estimate, and how many samples it decodes, where it has
-        guesses and nothing else than decoding samples.
-        """
+        self._planned: _Planned | None = None
+        self._waits = False
+        """Whether the tokens in flight are waited for."""
+        self._flowing = 0
+        """Steps without guesses in a row, each planned while the one before was computed."""
 
     def is_worth_waiting(self, running: Sequence[Sample]) -> bool:
         """Whether guesses behind these samples are expected to be worth it that the tokens in
@@ -117,42 +151,74 @@ class Drafter:
         if not 0 < len(running) < SPECULATED_ROWS:
             return False
         self.note(*running)
+        if self._learns and self._of(running).timed < TIMED:
+            return False
         is_worth = self._is_worth_waiting(running)
         self._last_rest = 0 if is_worth else min(LONGEST_REST, 2 * self._last_rest + 1)
         self._rest = self._last_rest
+        self._waits = is_worth
         if not is_worth:
-            bits = len(running).bit_length()
-            self._costs[bits] += FORGOTTEN * (1 - self._costs[bits])
+            self._of(running).forget()
         return is_worth
 
     def begin_plan(self) -> None:
-        """Learn, where the last step had guesses, what they cost: it was waited for, and the time
-        since it was planned is what the device took for it and what nobody would have waited for.
-        A pause that has other reasons counts twice what is known at most.
+        """Learn from the last step, if it was of decoding samples alone.  One with guesses was
+        waited for, and the time since it was planned is what the device took for it and what nobody
+        would have waited for; where steps follow each other without that, it is what one takes.  A
+        pause that has other reasons counts twice what is known at most.
         """
         began, self._began = self._began, self._times.now()
-        device_s, samples = self._planned or (0.0, 0)
-        estimate = self._times.wait_s + self._times.host_s * samples
-        if samples and estimate and self._began:
-            cost, bits = (self._began - began - device_s) / estimate, samples.bit_length()
-            known = self._costs[bits]
-            known += LEARNT * (min(cost, 2 * known) - known)
-            self._costs[bits] = max(known, LEAST_COST)
-        self._planned = None
+        planned, self._planned = self._planned, None
+        waits, self._waits = self._waits, False
+        is_plain = planned is not None and not planned.expected and not waits
+        self._flowing = self._flowing + 1 if is_plain else 0
+        if planned is None:
+            return
+        seconds, learnt = self._began - began if began else 0.0, self._of(planned.samples)
+        if planned.expected:
+            self._learn(learnt, planned, seconds)
+        elif seconds and self._flowing > 1:
+            one = min(seconds / planned.device_s, MOST * learnt.plain)
+            learnt.plain += (one - learnt.plain) * (LEARNT if learnt.timed else 1.0)
+            learnt.timed += 1
+
+    def _learn(self, learnt: _Learnt, planned: _Planned, seconds: float) -> None:
+        """What the guesses of a step, which took so long, have brought and cost."""
+        samples = planned.samples
+        come = sum(map(_tokens, samples)) - planned.tokens
+        brought = max(0, come - len(samples)) / planned.expected
+        weight = LEARNT * planned.expected / (1 + planned.expected)  # one guess tells little
+        learnt.accepted += weight * (min(brought, MOST * learnt.accepted) - learnt.accepted)
+        learnt.accepted = max(learnt.accepted, LEAST)
+        estimate = self._times.wait_s + self._times.host_s * len(samples)
+        if seconds and estimate:
+            cost = min((seconds - planned.device_s) / estimate, MOST * learnt.cost)
+            learnt.cost = max(learnt.cost + LEARNT * (cost - learnt.cost), LEAST)
 
     def end_plan(self, rows: int, decoding: Sequence[Sample]) -> None:
-        """The step that is planned has these decoding samples, and guesses behind them, in so many
-        rows, and nothing else.
+        """The step that is planned has these decoding samples, in so many rows with the guesses
+        behind them, and nothing else.
         """
-        length = max([sample.length for sample in decoding])
-        self._planned = self._seconds_of(rows, rows, length)[0], len(decoding)
+        if 0 < len(decoding) <= rows <= SPECULATED_ROWS:
+            length = max([sample.length for sample in decoding])
+            device_s, tokens = self._seconds_of(rows, rows, length)[0], sum(map(_tokens, decoding))
+            expected = self._expected if rows > len(decoding) else 0.0
+            self._planned = _Planned(decoding, tokens, device_s, expected)
+
+    @property
+    def _learns(self) -> bool:
+        times = self._times
+        return bool(times.now() and (times.wait_s or times.host_s))
+
+    def _of(self, samples: Sequence[Sample]) -> _Learnt:
+        return self._learnt[len(samples).bit_length()]
 
     def _is_worth_waiting(self, running: Sequence[Sample]) -> bool:
         rows, length = len(running), max([sample.length for sample in running])
-        wait_s = self._wait_s(rows)
-        accepted = sum([_most_accepted(sample) for sample in running])
+        wait_s, learnt = self._wait_s(running), self._of(running)
+        accepted = learnt.accepted * sum([_most_accepted(sample) for sample in running])
         now, later = self._seconds_of(rows, rows + 1, length)
-        if (rows + accepted) * now <= rows * (later + wait_s):
+        if (rows + accepted) * learnt.plain * now <= rows * (later + wait_s):
             return False  # not even if every guess cost as little as one
         rates, foretold = zip(*((one.acceptance, one.foretold) for one in running), strict=True)
         return any(self._counts(rates, [self._most] * rows, running, foretold, wait_s))
@@ -171,14 +237,14 @@ class Drafter:
             for sample, room in zip(samples, rooms, strict=True)
         ]
         rates = [sample.acceptance for sample in samples]
-        wait_s = self._wait_s(len(decoding))  # in front of the next step, if this one has guesses
+        wait_s = self._wait_s(decoding)  # in front of the next step, if this one has guesses
         counts = self._counts(rates, list(map(len, found)), decoding, wait_s=wait_s)
         return [draft[:count] for draft, count in zip(found, counts, strict=True)]
 
-    def _wait_s(self, samples: int) -> float:
-        """What a step with guesses behind so many samples is taken to take longer."""
-        estimate = self._times.wait_s + self._times.host_s * samples
-        return self._costs[samples.bit_length()] * estimate
+    def _wait_s(self, samples: Sequence[Sample]) -> float:
+        """What a step with guesses behind these samples is taken to take longer."""
+        estimate = self._times.wait_s + self._times.host_s * len(samples)
+        return self._of(samples).cost * estimate
 
     def _worth(self, sample: Sample) -> int:
         """How many guesses behind a sample are likely enough to be looked up."""
@@ -211,7 +277,8 @@ class Drafter:
             foretold: the chances that they exist; by default they do.
             wait_s: what a step with guesses takes longer.
         """
-        rows, foretold = len(decoding), foretold or [1.0] * len(rates)
+        rows, foretold, learnt = len(decoding), foretold or [1.0] * len(rates), self._of(decoding)
+        self._expected = 0.0
         runs = map(_chances, rates, most, foretold)
         likeliest = sorted(chain.from_iterable(runs), reverse=True)
         del likeliest[SPECULATED_ROWS - rows :]
@@ -221,9 +288,13 @@ class Drafter:
         length = max([sample.length for sample in decoding])
         seconds = self._seconds_of(rows, rows + len(likeliest), length)
         if wait_s:
+            seconds[0] *= learnt.plain
             seconds[1:] = [one + wait_s for one in seconds[1:]]
-        gained = list(map(truediv, accumulate(likeliest, initial=float(rows)), seconds))
+        expected = list(accumulate(likeliest, initial=0.0))
+        tokens = [rows + learnt.accepted * one for one in expected]
+        gained = list(map(truediv, tokens, seconds))
         best = gained.index(max(gained))
+        self._expected = expected[best]
         if best == sum(most):
             self._least *= LOOKED_UP
             return list(most)
@@ -284,6 +355,10 @@ class Drafter:
             self._table.begin(prompt, name)
             self._table.learn_together([prompt])
         self._table.begin(sample, name)
+
+
+def _tokens(sample: Sample) -> int:
+    return len(sample.tokens)
 
 
 def _most_accepted(sample: Sample) -> float:

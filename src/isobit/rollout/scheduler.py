@@ -427,14 +427,22 @@ class Scheduler:
         """Put guesses behind the decoding samples, which come first in the plan, within the rest of
         the budget.
         """
-        if self._drafter is None or self._executor.is_pending:
+        if self._drafter is None:
             return
+        if not self._executor.is_pending:
+            self._put_drafts(self._drafter, plan, decoding, budget)
+        if len(plan) == len(decoding):
+            self._drafter.end_plan(sum(count for _, count in plan), decoding)
+
+    def _put_drafts(
+        self, drafter: Drafter, plan: Plan, decoding: Sequence[Sample], budget: int
+    ) -> None:
         verifies = self._executor.verifies
         places = [place for place, sample in enumerate(decoding) if verifies(sample)]
         samples = [decoding[place] for place in places]
         # the last token that a sample may have is drawn from the row before it
         rooms = [min(budget, one.max_length - len(one.tokens) - 1) for one in samples]
-        drafts = self._drafter.drafts(samples, rooms, decoding)
+        drafts = drafter.drafts(samples, rooms, decoding)
         for place, sample, draft in zip(places, samples, drafts, strict=True):
             if not draft or budget <= 0:
                 continue
@@ -447,9 +455,6 @@ class Scheduler:
                 sample.draft = draft[:count]
                 plan[place] = sample, 1 + count
                 budget -= count
-        rows = sum(count for _, count in plan)
-        if rows > len(plan) == len(decoding):
-            self._drafter.end_plan(rows, decoding)
 
     def _reserve_behind(self, sample: Sample, count: int) -> int:
         """How many of ``count`` places behind a running sample's tokens have a page of its own; it

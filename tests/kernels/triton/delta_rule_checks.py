@@ -23,7 +23,12 @@ from isobit.kernels.operands import (
 )
 from isobit.kernels.spec import delta_rule as spec
 from isobit.kernels.spec import hybrid
-from isobit.kernels.triton import delta_rule, delta_rule_rollout
+from isobit.kernels.triton import (
+    delta_rows,
+    delta_rule,
+    delta_rule_rollout,
+    delta_rule_training,
+)
 from isobit.kernels.triton.delta_rows import CHUNK
 from isobit.kernels.triton.delta_rule import RuleForm
 from isobit.kernels.triton.delta_rule_rollout import FEW, MANY, PagedDeltaRule, RowForm
@@ -253,6 +258,17 @@ def check_pieces(shape: DeltaShape) -> None:
     assert all(same_bits(*pair) for other in made for pair in zip(made[0], other, strict=True))
 
 
+def check_vectors(shape: DeltaShape) -> None:
+    """How many tokens of a head a program makes rows of is in no bit."""
+    learnt, given, usual = weights(shape), inputs(shape, 140), delta_rows.MANY_TOKENS
+    made = list[torch.Tensor]()
+    for many in (1, 1 << 30):
+        delta_rows.MANY_TOKENS = many
+        made.append(packed(given, learnt, [70, 1, 69]))
+    delta_rows.MANY_TOKENS = usual
+    assert same_bits(*made)
+
+
 def check_row_forms(shape: DeltaShape) -> None:
     """What a program of one row has is in no bit, nor is who decodes beside it: sequences that
     begin, that go on to a further chunk and that stand anywhere in theirs.
@@ -463,6 +479,15 @@ def check_backward(shape: DeltaShape, lengths: Sequence[int], far: float = 0.0) 
     twice = gradients(rule, *here, 2)
     assert all(map(torch.equal, twice[:3], ours[:3]))
     assert all(torch.equal(two, 2 * one) for one, two in zip(ours[3:], twice[3:], strict=True))
+
+
+def check_blocks(shape: DeltaShape, lengths: Sequence[int]) -> None:
+    """Gradients of chunks that are taken in several blocks, over which sequences go on."""
+    usual = delta_rule_training.DELTA_CHUNKS
+    for chunks in (2, 3):
+        delta_rule_training.DELTA_CHUNKS = chunks
+        check_backward(shape, lengths)
+    delta_rule_training.DELTA_CHUNKS = usual
 
 
 def check_gates(size: int, heads: int, tokens: int) -> None:

@@ -19,6 +19,7 @@ from tests.kernels.triton.delta_rule_checks import (
     SHAPE,
     check_backward,
     check_begun_again,
+    check_blocks,
     check_carries,
     check_decoding,
     check_ends,
@@ -117,3 +118,4 @@ def whole() -> None:
     check_decoding(OTHER, 120, 135)
     check_output(SHAPE, [200, 64, 65, 3])
     check_backward(SHAPE, [130, 200, 64, 3])
+    check_blocks(SHAPE, [130, 64, 3])

@@ -36,7 +36,7 @@ CONSTANTS = {
 }  # fmt: skip
 TYPES = {
     **dict.fromkeys(("X", "CONVOLUTION", "D_OUTPUT", "DX"), "*bf16"),
-    **dict.fromkeys(("tokens", "channels", "behind"), "i32"),
+    **dict.fromkeys(("tokens", "channels", "followed"), "i32"),
     **dict.fromkeys(("TOKENS", "POSITION", "STATES"), "*i64"),
     **dict.fromkeys(("SIZES", "FIRSTS", "LENGTHS"), "*i32"),
     "PASSED": "*fp64",
@@ -53,7 +53,8 @@ def test_backward(name: str, size: int) -> None:
     sizes |= {"BV": size} if name == "passed" else {}
     summed = {"inputs": rows.ROWS, "sums": rows.SUMMED}
     sizes |= {"ROWS": summed.get(name, chunks.ROWS)}
-    sizes |= {"ROWS": size, "BV": chunks.COLUMNS * 128 // size} if name == "states" else {}
+    sizes |= {"BK": chunks.ROWS} if name == "fronts" else {}
+    sizes |= {"SIZE": size, "BV": chunks.COLUMNS * 128 // size} if name == "states" else {}
     constants: dict[str, Any] = {}
     types = dict[str, str]()
     for parameter in kernel.params:
@@ -62,4 +63,4 @@ def test_backward(name: str, size: int) -> None:
         else:
             types[parameter.name] = TYPES.get(parameter.name, "*fp32")
     warps = 8 if name == "gates" else 4
-    assert_assembles(compile_portable(kernel, types, constants, warps))
+    assert_assembles(compile_portable(kernel, types, constants, warps, fuses=name != "mixed"))

@@ -13,7 +13,7 @@ and F = (exp(G) q)^T dO - W^T (P^T dO), which need no state,
 
 so F is made of all chunks at once, and ``_states_kernel`` walks them from the end, a program for
 some columns of a state, and puts dS1 in the place of F.  The gradients of what a chunk is made of
-are then those of all chunks at once, one program a chunk, value head and block of columns.
+are then those of all chunks at once, by programs for some rows and columns of a chunk and head.
 
 **Precision.**  Products are those of TF32 on tensor cores, three for one (``tf32x3``): both
 operands are cut in two numbers of 11 bits, and the product of the lower ones is left out.
@@ -40,8 +40,9 @@ from isobit.kernels.triton.delta_rows import CHUNK, DeltaRows, padded
 _CHUNK = tl.constexpr(CHUNK)
 _DEPTH = tl.constexpr(16)  # terms of a sum that a product takes at once
 ROWS, WIDEST = 32, 64
-"""Of a chunk, and numbers of a key or a value, that a program has.  Of 64 rows Hopper's products
-read operands that are cut from shared memory, which takes longer in all kernels but three.
+"""Of a chunk, and numbers of a key or a value, that a program has.  Hopper's products of 64 rows
+read operands, once they are cut, from shared memory: only ``_reads_kernel``, ``_pairs_kernel`` and
+``_ends_kernel`` are faster so.
 """
 COLUMNS = 32  # of a state that a program walks, with all its rows; half as many of more than 128
 
@@ -83,7 +84,7 @@ def _rows_of_program(axis: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _factors_kernel(
-    Q, K, DECAY, BETA, TOKENS, SIZES, SEEN, LEFT, BETAS, READ, GAMMA, SHARED, READ_BY, OVERLAP,
+    Q, K, DECAY, BETA, TOKENS, SIZES, SEEN, LEFT, BETAS, BETA_SEEN, GAMMA, SHARED, READ_BY, OVERLAP,
     H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of exp(G), exp(G_63 - G), beta and beta exp(G) [n, H, 64], and of Gamma, A without
@@ -101,7 +102,7 @@ def _factors_kernel(
     tl.store(LEFT + place * _CHUNK + i, tl.exp((tl.sum(decay, 0) - total).to(tl.float32)))
     beta = tl.load(BETA + (token + i) * H + head, mask=i < size, other=0.0)
     tl.store(BETAS + place * _CHUNK + i, beta)
-    tl.store(READ + place * _CHUNK + i, beta * seen)
+    tl.store(BETA_SEEN + place * _CHUNK + i, beta * seen)
     at = (place * _CHUNK + i[:, None]) * _CHUNK + j[None, :]
     distance = (total[:, None] - others[None, :]).to(tl.float32)
     gamma = tl.where(j[None, :] <= i[:, None], tl.exp(distance), 0.0)
@@ -122,8 +123,8 @@ def _factors_kernel(
 
 @triton.jit
 def _reads_kernel(
-    K, TOKENS, SIZES, READ, INVERSE, READS, H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr,
-    BK: tl.constexpr,
+    K, TOKENS, SIZES, BETA_SEEN, INVERSE, READS, H: tl.constexpr, KH: tl.constexpr,
+    DK: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """BK rows of W^T [n, H, DK, 64]."""
     place = tl.program_id(0).to(tl.int64)
@@ -134,7 +135,7 @@ def _reads_kernel(
     reads = _added(
         tl.zeros([BK, _CHUNK], tl.float32), key, d < DK, KH * DK,
         INVERSE + (place * _CHUNK + i) * _CHUNK, i < _CHUNK, 1, tl.load(SIZES + chunk),
-        READ + place * _CHUNK,
+        BETA_SEEN + place * _CHUNK,
     )  # fmt: skip
     tl.store(READS + (place * DK + d) * _CHUNK + i, reads, mask=d < DK)
 
@@ -180,22 +181,22 @@ def _fronts_kernel(
     tl.store(FRONTS + (place * DK + d) * DV + v, front, mask=(d < DK) & (v < DV))
 
 
-@triton.jit(do_not_specialize=["behind"])
+@triton.jit(do_not_specialize=["followed"])
 def _states_kernel(
-    K, TOKENS, SIZES, SEEN, LEFT, READS, FRONTS, TOLD, FIRSTS, LENGTHS, D_STATES, TO, behind,
-    H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr,
+    K, TOKENS, SIZES, SEEN, LEFT, READS, FRONTS, SENT, FIRSTS, LENGTHS, D_STATES, TO, followed,
+    H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     BV: tl.constexpr,
 ):  # fmt: skip
     """BV columns of dS1 of a sequence's chunks, in the places of F, and in TO of the gradient of
-    the state in front of its first.  D_STATES has dS1 of the last chunks of the first ``behind``
-    sequences; that of others is zeros.  ROWS is DK, padded; TOLD [n, H, 64, DV] holds E dS1.
+    the state in front of its first.  D_STATES has dS1 of the last chunks of the first ``followed``
+    sequences; that of others is zeros.  To SENT [n, H, 64, DV], E dS1.  SIZE is DK, padded.
     """
     sequence, head = tl.program_id(0).to(tl.int64) // H, tl.program_id(0) % H
-    i, d = tl.arange(0, _CHUNK)[:, None], tl.arange(0, ROWS)[:, None]
+    i, d = tl.arange(0, _CHUNK)[:, None], tl.arange(0, SIZE)[:, None]
     v = (tl.program_id(1) * BV + tl.arange(0, BV))[None, :]
     inside = (d < DK) & (v < DV)
     at = ((sequence * H + head) * DK + d) * DV + v
-    total = tl.load(D_STATES + at, mask=inside & (sequence < behind), other=0.0)
+    total = tl.load(D_STATES + at, mask=inside & (sequence < followed), other=0.0)
     length = tl.load(LENGTHS + sequence)
     for back in range(length):
         chunk = tl.load(FIRSTS + length - 1 - back) + sequence
@@ -205,16 +206,16 @@ def _states_kernel(
         tl.store(of_front + d * DV, total, mask=inside)
         tl.debug_barrier()
         key = K + ((tl.load(TOKENS + chunk) + i) * KH + head // (H // KH)) * DK
-        told = _added(
+        sent = _added(
             tl.zeros([_CHUNK, BV], tl.float32), key, i < tl.load(SIZES + chunk), 1, of_front,
             v < DV, DV, DK, None,
         )  # fmt: skip
-        told *= tl.load(LEFT + place * _CHUNK + i)
-        of_row = TOLD + place * _CHUNK * DV + v
-        tl.store(of_row + i * DV, told, mask=v < DV)
+        sent *= tl.load(LEFT + place * _CHUNK + i)
+        of_row = SENT + place * _CHUNK * DV + v
+        tl.store(of_row + i * DV, sent, mask=v < DV)
         tl.debug_barrier()
         taken = _added(
-            tl.zeros([ROWS, BV], tl.float32), READS + (place * DK + d) * _CHUNK, d < DK, 1,
+            tl.zeros([SIZE, BV], tl.float32), READS + (place * DK + d) * _CHUNK, d < DK, 1,
             of_row, v < DV, DV, _CHUNK, None,
         )  # fmt: skip
         total = tl.load(SEEN + place * _CHUNK + _CHUNK - 1) * total + front - taken
@@ -223,12 +224,11 @@ def _states_kernel(
 
 @triton.jit
 def _told_kernel(
-    K, V, TOKENS, SIZES, STATES, KEPT, SEEN, LEFT, D_BEHIND, TOLD, WANTED, D_UPDATES,
-    H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
-    ROWS: tl.constexpr,
+    K, V, TOKENS, SIZES, STATES, KEPT, SEEN, SENT, TOLD, WANTED, D_UPDATES, H: tl.constexpr,
+    KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows and BV columns of exp(G) (k S0) and r [n, H, 64, DV]; to D_UPDATES, which is P^T
-    dO, E dS1 is added.
+    """ROWS rows and BV columns of exp(G) (k S0) and r [n, H, 64, DV]; E dS1 is added to
+    D_UPDATES, which is P^T dO.
     """
     place = tl.program_id(0).to(tl.int64)
     chunk, head = place // H, place % H
@@ -246,12 +246,9 @@ def _told_kernel(
     of_value = V + ((token + i) * H + head) * DV + v
     wanted = tl.load(of_value, mask=there & (v < DV), other=0.0) - told
     tl.store(WANTED + of_row, wanted, mask=v < DV)
-    passed = _added(
-        tl.zeros([ROWS, BV], tl.float32), key, there, 1, D_BEHIND + place * DK * DV + v,
-        v < DV, DV, DK, None,
-    ) * tl.load(LEFT + place * _CHUNK + i)  # fmt: skip
-    passed += tl.load(D_UPDATES + of_row, mask=v < DV, other=0.0)
-    tl.store(D_UPDATES + of_row, passed, mask=v < DV)
+    d_updates = tl.load(D_UPDATES + of_row, mask=v < DV, other=0.0)
+    d_updates += tl.load(SENT + of_row, mask=v < DV, other=0.0)
+    tl.store(D_UPDATES + of_row, d_updates, mask=v < DV)
 
 
 @triton.jit
@@ -413,7 +410,7 @@ def _gates_kernel(
 
 @triton.jit
 def _keys_kernel(
-    Q, K, TOKENS, SIZES, STATES, KEPT, READ, D_WANTED, D_READ_BY, D_OVERLAP, D_QUERY, D_ENDS,
+    Q, K, TOKENS, SIZES, STATES, KEPT, BETA_SEEN, D_WANTED, D_READ_BY, D_OVERLAP, D_QUERY, D_ENDS,
     DQ_ROWS, DK_ROWS, H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -436,7 +433,7 @@ def _keys_kernel(
     d_key = _added(
         tl.zeros([ROWS, BK], tl.float32), D_WANTED + (place * _CHUNK + i) * DV, every, 1,
         KEPT + ((own * H + head) * DK + d) * DV, (d < DK) & (own >= 0), 1, DV, None,
-    ) * -tl.load(READ + place * _CHUNK + i)  # fmt: skip
+    ) * -tl.load(BETA_SEEN + place * _CHUNK + i)  # fmt: skip
     d_key += tl.load(D_ENDS + of_row, mask=inside, other=0.0)
     d_key = _added(
         d_key, D_READ_BY + of_pairs + i, every, _CHUNK, Q + of_keys, d < DK, KH * DK, size, None
@@ -472,16 +469,16 @@ def put_gradients(
     of_keys, of_values = triton.cdiv(key_dim, keys), triton.cdiv(value_dim, values)
     dq_rows, dk_rows, dv_rows, d_decay, d_beta = d_rows
     parts = CHUNK // ROWS
-    place, kept = (chunks.tokens, chunks.sizes), (chunks.states, states)
+    where, kept = (chunks.tokens, chunks.sizes), (chunks.states, states)
     programs = n * heads
 
     def empty(*shape: int) -> torch.Tensor:
         return states.new_empty(n, heads, *shape)
 
-    seen, left, betas, read = (empty(CHUNK) for _ in range(4))
+    seen, left, betas, beta_seen = (empty(CHUNK) for _ in range(4))
     gamma, shared, read_by, overlap = (empty(CHUNK, CHUNK) for _ in range(4))
     _factors_kernel[(programs, parts)](
-        rows.q, rows.k, rows.decay, rows.beta, *place, seen, left, betas, read, gamma, shared,
+        rows.q, rows.k, rows.decay, rows.beta, *where, seen, left, betas, beta_seen, gamma, shared,
         read_by, overlap, heads, key_heads, key_dim, ROWS, num_warps=4,
     )  # fmt: skip
     one = torch.eye(CHUNK, device=states.device).expand_as(overlap)
@@ -490,41 +487,43 @@ def put_gradients(
     del found, overlap
     reads, d_updates = empty(key_dim, CHUNK), empty(CHUNK, value_dim)
     _reads_kernel[(programs, of_keys)](
-        rows.k, *place, read, inverse, reads, heads, key_heads, key_dim, keys, num_warps=4
+        rows.k, *where, beta_seen, inverse, reads, heads, key_heads, key_dim, keys, num_warps=4
     )
     _outputs_kernel[(programs, of_values, parts)](
-        d_output, *place, read_by, d_updates, heads, value_dim, values, ROWS, num_warps=4
+        d_output, *where, read_by, d_updates, heads, value_dim, values, ROWS, num_warps=4
     )
-    behind, told = empty(key_dim, value_dim), empty(CHUNK, value_dim)
+    behind, sent = empty(key_dim, value_dim), empty(CHUNK, value_dim)
     some = min(keys, ROWS)
     _fronts_kernel[(programs, triton.cdiv(key_dim, some), of_values)](
-        rows.q, d_output, *place, seen, reads, d_updates, behind, heads, key_heads, key_dim,
+        rows.q, d_output, *where, seen, reads, d_updates, behind, heads, key_heads, key_dim,
         value_dim, some, values, num_warps=4,
     )  # fmt: skip
     made = states.new_empty(sequences, heads, key_dim, value_dim)
     columns = min(padded(value_dim), COLUMNS if key_dim <= 2 * WIDEST else COLUMNS // 2)
     _states_kernel[(sequences * heads, triton.cdiv(value_dim, columns))](
-        rows.k, *place, seen, left, reads, behind, told, chunks.firsts, chunks.lengths,
+        rows.k, *where, seen, left, reads, behind, sent, chunks.firsts, chunks.lengths,
         made if d_states is None else d_states, made, 0 if d_states is None else len(d_states),
-        heads, key_heads, key_dim, value_dim, padded(key_dim), columns, num_warps=4, num_stages=3,
+        heads, key_heads, key_dim, value_dim, padded(key_dim), columns, num_warps=4,
     )  # fmt: skip
     del reads
-    wanted, updates, d_wanted = (empty(CHUNK, value_dim) for _ in range(3))
+    told, wanted = (empty(CHUNK, value_dim) for _ in range(2))
     _told_kernel[(programs, of_values, parts)](
-        rows.k, rows.v, *place, *kept, seen, left, behind, told, wanted, d_updates, heads,
+        rows.k, rows.v, *where, *kept, seen, sent, told, wanted, d_updates, heads,
         key_heads, key_dim, value_dim, values, ROWS, num_warps=4,
     )  # fmt: skip
+    del sent
+    updates, d_wanted = (empty(CHUNK, value_dim) for _ in range(2))
     _updates_kernel[(programs, of_values, parts)](
         inverse, betas, wanted, d_updates, updates, d_wanted, value_dim, values, ROWS, num_warps=4
     )
     del inverse, d_updates
     d_read_by, d_overlap = empty(CHUNK, CHUNK), empty(CHUNK, CHUNK)
     _pairs_kernel[(programs,)](
-        d_output, *place, updates, d_wanted, d_read_by, d_overlap, heads, value_dim, num_warps=4
+        d_output, *where, updates, d_wanted, d_read_by, d_overlap, heads, value_dim, num_warps=4
     )
     d_query, d_ends = empty(CHUNK, key_dim), empty(CHUNK, key_dim)
     _ends_kernel[(programs, of_keys)](
-        d_output, *place, *kept, seen, left, behind, updates, d_query, d_ends, heads, key_dim,
+        d_output, *where, *kept, seen, left, behind, updates, d_query, d_ends, heads, key_dim,
         value_dim, keys, num_warps=4,
     )  # fmt: skip
     passed = torch.empty(n, heads, dtype=torch.float64, device=states.device)
@@ -532,12 +531,12 @@ def put_gradients(
         *kept, behind, seen, passed, heads, key_dim, value_dim, padded(value_dim), 16, num_warps=4
     )
     _gates_kernel[(programs,)](
-        rows.q, rows.k, *place, betas, gamma, shared, read_by, told, wanted, d_wanted, d_read_by,
+        rows.q, rows.k, *where, betas, gamma, shared, read_by, told, wanted, d_wanted, d_read_by,
         d_overlap, d_query, d_ends, passed, dv_rows, d_decay, d_beta, heads, key_heads, key_dim,
         value_dim, keys, values, num_warps=8,
     )  # fmt: skip
     _keys_kernel[(programs, of_keys, parts)](
-        rows.q, rows.k, *place, *kept, read, d_wanted, d_read_by, d_overlap, d_query, d_ends,
+        rows.q, rows.k, *where, *kept, beta_seen, d_wanted, d_read_by, d_overlap, d_query, d_ends,
         dq_rows, dk_rows, heads, key_heads, key_dim, value_dim, keys, ROWS, num_warps=4,
     )  # fmt: skip
     return made

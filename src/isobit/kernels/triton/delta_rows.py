@@ -27,10 +27,9 @@ CHUNK = DELTA_CHUNK
 _CHUNK = tl.constexpr(CHUNK)
 EPSILON = tl.constexpr(1e-6)  # of the lengths of q and k
 STEPS = 128  # numbers of g that a program makes
-FEW, MANY, MANY_TOKENS = 1 << 10, 1 << 11, 2048
-"""Numbers of a head that a program has, of new tokens of carries and of fewer than so many, and of
-more.
-"""
+FEW, MANY = 1 << 10, 1 << 11
+"""Numbers of a head that a program has; MANY in training of at least so many tokens:"""
+MANY_TOKENS = 2048
 
 
 @triton.jit

@@ -98,6 +98,7 @@ def delta(shape: DeltaShape) -> DeltaBytes:
     of_heads = 4 * heads * (2 * key + value + 2)
     mixed = 4 * shape.channels + 64 * heads
     sums = 4 * shape.width * shape.channels
+    # 64 rows of q, k, o and the like, six pairs of rows, five numbers a row, three states
     chunk = DELTA_CHUNK * (2 * key + 5 * value + 6 * DELTA_CHUNK + 5) + 3 * key * value
     factors = 2 * DELTA_CHUNK * DELTA_CHUNK * heads  # of a chunk
     at_once = max(1, FACTORS // factors)
