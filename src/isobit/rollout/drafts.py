@@ -88,7 +88,7 @@ class StepTimes(Protocol):
 
 @dataclass(slots=True)
 class _Learnt:
-    """Of steps with about as many decoding samples, in multiples of what was estimated."""
+    """What steps with about as many decoding samples were like, in multiples of the estimates."""
 
     cost: float = 1.0  # what guesses cost
     accepted: float = 1.0  # guesses that were accepted

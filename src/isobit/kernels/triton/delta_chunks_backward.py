@@ -40,9 +40,9 @@ from isobit.kernels.triton.delta_rows import CHUNK, DeltaRows, padded
 _CHUNK = tl.constexpr(CHUNK)
 _DEPTH = tl.constexpr(16)  # terms of a sum that a product takes at once
 ROWS, WIDEST = 32, 64
-"""Of a chunk, and numbers of a key or a value, that a program has.  Hopper's products of 64 rows
-read operands, once they are cut, from shared memory: only ``_reads_kernel``, ``_pairs_kernel`` and
-``_ends_kernel`` are faster so.
+"""A program has so many rows of a chunk and numbers of a key or a value.  Hopper's products of 64
+rows read operands, once they are cut, from shared memory: only ``_reads_kernel``,
+``_pairs_kernel`` and ``_ends_kernel`` are faster so.
 """
 COLUMNS = 32  # of a state that a program walks, with all its rows; half as many of more than 128
 
