@@ -205,9 +205,14 @@ class Environments(Generic[Key]):
         failed, self._failed = self._failed, []
         return failed + found
 
+    def wait_anew(self) -> None:
+        """Count the time of what is under way from now on: nobody has polled for a while."""
+        self._asked = dict.fromkeys(self._asked, monotonic())
+
     def end(self, key: Key) -> None:
         """End an episode; what was asked of it is not answered any more."""
         self._lost.pop(key, None)
+        self._failed = [one for one in self._failed if one[0] != key]
         number = self._numbers.pop(key, None)
         if number is None:
             return
