@@ -11,8 +11,9 @@ learns from it.  So what is recorded of a step depends on its schedule alone.  A
 the used answers of open episodes, and one that an answer has ended as half done.
 
 The process of an episode stays between two steps, and runs its calls while a step learns.  It is
-gone after an interruption or an evaluation: then a new one is told of all turns, and runs their
-calls again, when it is next asked.  An answer that came and was not used is asked for again there.
+gone after an interruption, or where a server has no room for others: then a new one is told of all
+turns, and runs their calls again, when it is next asked.  An answer that had come and was not used
+is asked for again after an interruption.
 
 Nothing is asked before the next step of the engine: an episode that the schedule stops at the end
 of a turn asks nothing, since its answer is recorded with a later step.
@@ -129,11 +130,6 @@ class CarriedEpisodes(Episodes):
         stop = self._stopped.get(handle)
         return stop if stop is not None and stop[0] == completion.length else None
 
-    def leave_environments(self) -> None:
-        """End all processes: others need the environments."""
-        self._environments.end_all()
-        self._processes.clear()
-
     # Checkpoints.
 
     def kept(self, group: OpenGroup) -> OpenGroup:
@@ -206,6 +202,7 @@ class CarriedEpisodes(Episodes):
         """Let an episode go, up to the last token that was drawn for it."""
         episode, reason = self._open.pop(handle), self._reasons.pop(handle, None)
         bare = self._bare.pop(handle)
+        self._environments.spare.add(handle)
         self._drawing.discard(handle)
         self._to_ask.pop(handle, None)
         sequence = episode.sequence
@@ -219,6 +216,7 @@ class CarriedEpisodes(Episodes):
         asked = requests_of(half_done, requests, self._open)
         if not self._open:
             self._periods = Periods(self._engine)
+        self._hear_unclaimed()
         for handle, completion in half_done.items():
             request = replace(asked[handle.prompt_id, handle.visit], comes_back=True)
             self._take_up(handle, request, completion)
@@ -237,6 +235,7 @@ class CarriedEpisodes(Episodes):
         """
         self._bare[handle], opens = _bare(request), self._environments.opens
         self._open[handle] = OpenEpisode(request, self._bare[handle], opens)
+        self._environments.spare.discard(handle)
         if handle in self._processes:
             self._processes[handle].follows = False
         stopped, sequence = self._stop_of(handle, completion), completion.sequence
@@ -296,16 +295,27 @@ class CarriedEpisodes(Episodes):
     def _poll(self) -> list[tuple[Handle, TurnAnswer]]:
         known, self._answered_at_once = self._answered_at_once, []
         idle = not (self._engine.num_live or known or self._to_ask)
-        for handle, answer in self._environments.poll(TICK_S if idle and self._open else 0.0):
+        found = self._environments.poll(TICK_S if idle and self._open else 0.0)
+        known += self._hear(found)
+        return [(handle, answer) for handle, answer in known if handle in self._open]
+
+    def _hear_unclaimed(self) -> None:
+        """Note the answers that came while others polled."""
+        found, self._environments.unclaimed = self._environments.unclaimed, []
+        self._hear(found)
+
+    def _hear(self, found: Sequence[tuple[Handle, TurnAnswer]]) -> list[tuple[Handle, TurnAnswer]]:
+        """Note answers.  -> As they are noted."""
+        heard = list[tuple[Handle, TurnAnswer]]()
+        for handle, answer in found:
             process = self._processes[handle]
             process.waits = False
             process.seconds += answer.seconds
             answer = self._in_time(answer, process.seconds, process.is_over)
             answer = self._as_asked(answer, process)
             self._know(handle, process.asked, answer.recorded())
-            if handle in self._open:
-                known.append((handle, answer))
-        return [(handle, answer) for handle, answer in known if handle in self._open]
+            heard.append((handle, answer))
+        return heard
 
     def _as_asked(self, answer: TurnAnswer, process: _Process) -> TurnAnswer:
         """An answer without what a process says again that was told of all turns at once."""
@@ -322,7 +332,7 @@ class CarriedEpisodes(Episodes):
 
     def _ask(self, handle: Handle, wants_reward: bool = False) -> None:
         """Look for the answer, or for the question that is under way; else ask in the next step."""
-        episode, key, process = self._open[handle], self._key(handle), self._processes.get(handle)
+        episode, key, process = self._open[handle], self._key(handle), self._process_of(handle)
         if process is not None and process.asked == key:
             process.follows, episode.sent = True, len(episode.said)
         known = self._known.get(handle, {}).get(json.dumps(key))
@@ -334,11 +344,15 @@ class CarriedEpisodes(Episodes):
         elif process is None or not process.waits or process.asked != key:
             self._to_ask[handle] = wants_reward
 
+    def _process_of(self, handle: Handle) -> _Process | None:
+        """The episode's process; None where it has none, or its room was needed."""
+        return self._processes.get(handle) if self._environments.has(handle) else None
+
     def _send(self) -> None:
         """Ask what is to be asked; a process that knows other turns is replaced."""
         to_ask, self._to_ask = self._to_ask, {}
         for handle, wants_reward in to_ask.items():
-            process = self._processes.get(handle)
+            process = self._process_of(handle)
             if process is None or not process.follows:
                 self._environments.end(handle)
                 process = self._processes[handle] = _Process(follows=True)

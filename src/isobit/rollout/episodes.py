@@ -289,7 +289,6 @@ class Episodes:
 
     def _take_ended(self) -> list[SampleEvent]:
         if not self._open:
-            self._environments.end_all()
             self._answered_at_once.clear()
         ended, self._ended = self._ended, []
         return ended
@@ -298,8 +297,12 @@ class Episodes:
         """New answers of environments, after a short wait where the engine has no work."""
         known, self._answered_at_once = self._answered_at_once, []
         idle = not self._engine.num_live and not known
-        found = self._environments.poll(TICK_S if idle and self._open else 0.0)
-        return known + [(handle, self._noted(handle, answer)) for handle, answer in found]
+        for handle, answer in self._environments.poll(TICK_S if idle and self._open else 0.0):
+            if handle in self._open:
+                known.append((handle, self._noted(handle, answer)))
+            else:
+                self._environments.unclaimed.append((handle, answer))
+        return known
 
     def _noted(self, handle: Handle, answer: TurnAnswer) -> TurnAnswer:
         """An answer of a process, as it is recorded: a failure where the episode's time is over."""

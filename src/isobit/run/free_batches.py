@@ -9,7 +9,8 @@
 
 Between two steps all open groups are here, half done: the engine is free for an evaluation, and a
 checkpoint holds them (``open_groups.safetensors``).  Where the record has a line for the step, its
-groups are drawn as that says, and the step learns from the same ones.
+groups are drawn as that says, and the step learns from the same ones.  With an environment samples
+are episodes (``isobit.rollout.carried_episodes``).
 """
 
 import threading

@@ -271,8 +271,6 @@ class RlRun(Run[RunConfig, RlData]):
     ) -> tuple[list[list[Completion]], list[int], EngineStats]:
         if self._episodes is None:
             return generate_shared(self.world, self.engine, requests, progress, complete)
-        if self.free_batches is not None and self.free_batches.episodes is not None:
-            self.free_batches.episodes.leave_environments()
         version = self.model.policy.version
         result = self._episodes.generate(self.world, version, requests, progress, complete)
         self.recorded.write_answers()
