@@ -251,6 +251,7 @@ class OpenGroups:
 def cut(completion: Completion, length: int) -> Completion:
     """The first ``length`` drawn tokens of an answer, as of a sample that is half done."""
     sequence = completion.sequence
-    places = np.flatnonzero(sequence.loss_mask)
-    stop = places[length - 1] + 1 if length else sequence.length - len(places)
+    ends = [*np.flatnonzero(sequence.loss_mask).tolist(), sequence.length]
+    kept = ends[:-1][:length]
+    stop = kept[-1] + 1 if kept else ends[0]
     return Completion(replace(sequence.first(stop), drawn=length), "", "aborted")
