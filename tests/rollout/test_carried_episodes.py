@@ -31,11 +31,10 @@ class Process:
     some polls.
     """
 
-    has_turn_reward = False
-    leads = False
-
-    def __init__(self, delays: random.Random, opens: bool, has_reward: bool) -> None:
-        self._delays, self.opens, self.has_reward = delays, opens, has_reward
+    def __init__(self, delays: random.Random, kind: str) -> None:
+        self._delays, self.opens = delays, kind == "opens"
+        self.leads = kind == "leads"
+        self.has_reward, self.has_turn_reward = kind in ("opens", "rewards"), kind == "rewards"
         self.told = Counter[Handle]()
         self.ended = 0
         self.asked: list[Handle] = []
@@ -55,6 +54,8 @@ class Process:
             tuple(Result("ok", text) for _ in turns[-1:]),
             opening=f" {key.sample}!" if is_new and self.opens else None,
             reward=float(number) if wants_reward else None,
+            turn_reward=number / 2 if turns and self.has_turn_reward else None,
+            is_over=self.leads and number > 2 + key.sample,
         )
         self._waiting.append([self._delays.randrange(4), key, answer])
 
@@ -106,13 +107,13 @@ class Run:
     killed, or others poll the environments or need their room.
     """
 
-    def __init__(self, chance: random.Random, opens: bool, has_reward: bool, sizes: Any) -> None:
-        self._chance, self._arguments, self._sizes = chance, (opens, has_reward), sizes
+    def __init__(self, chance: random.Random, kind: str, sizes: Any) -> None:
+        self._chance, self._kind, self._sizes = chance, kind, sizes
         self.lines: list[Any] = []
         self._begin()
 
     def _begin(self) -> None:
-        self.process = Process(self._chance, *self._arguments)
+        self.process = Process(self._chance, self._kind)
         record = AnswerRecord(lambda _: None)
         record.end = lambda answers: self.lines.append(list(answers))  # type: ignore[method-assign]
         self.episodes = made(CarriedEpisodes, self.process, record, self._sizes)
@@ -165,18 +166,15 @@ class Run:
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("sizes", [SIZES, TIGHT], ids=["wide", "tight"])
-@pytest.mark.parametrize("has_reward", [False, True])
-@pytest.mark.parametrize("opens", [False, True])
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_they_have_the_bits_of_episodes_that_stay(
-    seed: int, opens: bool, has_reward: bool, sizes: Any
-) -> None:
+@pytest.mark.parametrize("kind", ["plain", "opens", "rewards", "leads"])
+def test_they_have_the_bits_of_episodes_that_stay(kind: str, seed: int, sizes: Any) -> None:
     chance, wanted, lines = random.Random(seed), requests(), list[Any]()
     record = AnswerRecord(lambda _: None)
     record.end = lambda answers: lines.append(list(answers))  # type: ignore[method-assign]
-    stays = made(Episodes, Process(chance, opens, has_reward), record, sizes)
+    stays = made(Episodes, Process(chance, kind), record, sizes)
     expected, _, _ = stays.generate(ALONE, 1, wanted)
-    run = Run(chance, opens, has_reward, sizes)
+    run = Run(chance, kind, sizes)
     found = run.complete(wanted)
     assert found == expected
     several = [one.sequence.turn_lengths for group in found for one in group]
