@@ -48,7 +48,7 @@ def free_acting(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> Mak
             "async": {"max_staleness": max_staleness},
             "tracking": {"completions": "all"},
         }
-        gives = name in ("Counter", "Paced")
+        gives = name in ("Counter", "Paced", "Slow")
         reward = "environment" if gives else "isobit.starter.tasks:correct_answer"
         return make_config(reward, **{**given, **sections})
 
@@ -67,6 +67,7 @@ def open_samples(root: Path, step: int) -> list[Any]:
     return completions_of(value_of(tensors["samples"]))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["Counter", "Paced", "Speaks"])
 def test_without_staleness_it_is_the_synchronous_run(
     name: str, free_acting: MakeConfig, tmp_path: Path
@@ -232,3 +233,26 @@ def test_a_server_has_room_for_few_episodes(
         check_answers(config.output)
         assert replay(config.output, say=lambda _: None).differences == []
         assert server.most_open == 2
+
+
+@pytest.mark.exhaustive
+def test_processes_stay_while_steps_learn_and_over_evaluations(
+    free_acting: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tools that are slow answer in steps after that in which they were asked; each is asked once,
+    and told of one turn at a time.
+    """
+    told, ask = list[int](), Environments.ask
+
+    def watched(self: Environments[Any], key: Any, columns: Any, turns: Any, *more: Any) -> None:
+        told.append(len(turns))
+        ask(self, key, columns, turns, *more)
+
+    monkeypatch.setattr(Environments, "ask", watched)
+    config = free_acting(2, "Slow", evaluation={"every": 1})
+    assert train(config, silent()).tokens_differing == 0
+    assert max(told) == 1
+    answers = [line["answers"] for line in json_lines(config.output / "environment.jsonl")]
+    assert len(told) == sum(map(len, answers))
+    check_answers(config.output)
+    assert replay(config.output, say=lambda _: None).differences == []
