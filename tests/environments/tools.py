@@ -62,6 +62,19 @@ class Paced(Counter):
         return gained / 8
 
 
+class Slow(Counter):
+    """Takes another time for each answer."""
+
+    def add(self, count: int) -> str:
+        """Add to the total.
+
+        Args:
+            count: How many steps.
+        """
+        time.sleep(int.from_bytes(os.urandom(1)) / 1000)
+        return super().add(count)
+
+
 class Hostile:
     def hang(self) -> str:
         """Sleep, with a child that does too."""

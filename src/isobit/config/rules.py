@@ -85,9 +85,6 @@ def _check_free(config: RunConfig) -> None:
         ),
         f"rollout.engine is {rollout.engine!r}, and 'native' and 'http' let half-done samples "
         "go": rollout.engine == "vllm",
-        "an environment's episodes are not carried over from one step to the next": (
-            config.environment is not None
-        ),
         "precision.kv_scales is 'per_tensor', whose scales are set between two batches": (
             config.precision.kv_scales == "per_tensor"
         ),
@@ -98,6 +95,24 @@ def _check_free(config: RunConfig) -> None:
             raise ConfigError(
                 f"async.max_staleness is {config.asynchrony.max_staleness}, but {reason}; leave "
                 "one of them out"
+            )
+    if config.environment is not None:
+        _check_free_episodes(config)
+
+
+def _check_free_episodes(config: RunConfig) -> None:
+    """Refuse to draw open episodes outside of the processes that train."""
+    rollouters, engine = config.cluster.rollouters, config.rollout.engine
+    others = {
+        f"cluster.rollouters is {rollouters}": ("cluster.rollouters = 0", rollouters > 0),
+        f"rollout.engine is {engine!r}": ("rollout.engine = 'native'", engine == "http"),
+    }
+    for setting, (remedy, is_so) in others.items():
+        if is_so:
+            raise ConfigError(
+                f"async.max_staleness is {config.asynchrony.max_staleness} with an environment, "
+                f"whose open episodes the processes that train draw, but {setting}; set {remedy}, "
+                "or async.lag in place of async.max_staleness"
             )
 
 

@@ -149,6 +149,10 @@ class Environments(Generic[Key]):
         self._lost: dict[Key, str] = {}
         """Episodes whose host has ended since their last turn, with how it ended."""
         self._failed: list[tuple[Key, TurnAnswer]] = []
+        self.spare = set[Key]()
+        """Episodes that nobody goes on with for now: where a server has no room, theirs end."""
+        self.unclaimed: list[tuple[Key, TurnAnswer]] = []
+        """Answers to such episodes, for whoever goes on with them."""
         self._count = self._barren_ends = 0
         self._tools: Sequence[Mapping[str, Any]] | None = None
         self.has_reward = False
@@ -205,9 +209,19 @@ class Environments(Generic[Key]):
         failed, self._failed = self._failed, []
         return failed + found
 
+    def has(self, key: Key) -> bool:
+        """Whether the episode has been asked something, and was not ended since."""
+        return key in self._numbers or key in self._lost
+
+    def wait_anew(self) -> None:
+        """Count the time of what is under way from now on: nobody has polled for a while."""
+        self._asked = dict.fromkeys(self._asked, monotonic())
+
     def end(self, key: Key) -> None:
         """End an episode; what was asked of it is not answered any more."""
         self._lost.pop(key, None)
+        self.spare.discard(key)
+        self._failed = [one for one in self._failed if one[0] != key]
         number = self._numbers.pop(key, None)
         if number is None:
             return
@@ -216,12 +230,6 @@ class Environments(Generic[Key]):
         self._queue = deque(turn for turn in self._queue if turn[0] != key)
         self._asked.pop(key, None)
         self._host.send(frame(("end", number)))
-
-    def end_all(self) -> None:
-        for key in list(self._numbers):
-            self.end(key)
-        self._failed.clear()
-        self._lost.clear()
 
     def close(self) -> None:
         self._host.end()
@@ -256,13 +264,22 @@ class Environments(Generic[Key]):
         held = list[tuple[Key, tuple[Any, ...]]]()
         while self._queue and self._is_ready and len(self._asked) < self._at_once:
             key, message = self._queue.popleft()
-            if self._is_capped and key not in self._begun and len(self._begun) >= self._at_once:
+            if self._is_capped and key not in self._begun and not self._has_room():
                 held.append((key, message))
                 continue
             self._asked[key] = monotonic()
             self._begun.add(key)
             self._host.send(frame(message))
         self._queue.extendleft(reversed(held))
+
+    def _has_room(self) -> bool:
+        """Whether a further episode may begin, where a spare one may end for it."""
+        if len(self._begun) < self._at_once:
+            return True
+        spare = next((one for one in self._begun & self.spare if one not in self._asked), None)
+        if spare is not None:
+            self.end(spare)
+        return spare is not None
 
     def _hear(self, message: Mapping[str, Any]) -> Iterator[tuple[Key, TurnAnswer]]:
         """Read a message of the host, all of which is checked, since tools run below it."""

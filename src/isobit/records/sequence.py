@@ -277,6 +277,16 @@ class TokenSequence:
         edges = np.flatnonzero(np.diff(outside, prepend=False, append=False)) + first
         return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
+    def first(self, count: int) -> Self:
+        """The first so many tokens."""
+        columns = {column.name: getattr(self, column.name) for column in COLUMNS}
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            loss_mask=self.loss_mask[:count],
+            **{name: None if one is None else one[:count] for name, one in columns.items()},
+        )
+
     def with_given(self, token_ids: Sequence[int]) -> Self:
         """The sequence followed by tokens that no policy drew."""
         count, columns = len(token_ids), dict[str, Any]()

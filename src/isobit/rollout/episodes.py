@@ -68,7 +68,7 @@ from isobit.rollout.sequence import cut, decode
 from isobit.rollout.shared import generate_shared
 from isobit.util.errors import shown
 
-_TICK_S = 0.1
+TICK_S = 0.1
 """Seconds between two polls of a rollout that only waits for tools."""
 _CUT = " [cut]"
 _TAIL = 20
@@ -102,7 +102,7 @@ class Tools:
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
+class OpenEpisode:
     """An episode that has not ended."""
 
     request: Request
@@ -155,7 +155,7 @@ class Episodes:
         self._parameters = tools.parameters
         self._answers, self._tokenizer, self._context = answers, tokenizer, context
         self._engine = engine
-        self._open: dict[Handle, _Open] = {}
+        self._open: dict[Handle, OpenEpisode] = {}
         self._answered_at_once: list[tuple[Handle, TurnAnswer]] = []
         self._ended: list[SampleEvent] = []
         self._said: list[tuple[Sequence[Any], Mapping[str, Any]]] = []
@@ -220,7 +220,7 @@ class Episodes:
         handles = _handles(requests) if opens else self._engine.submit(requests)
         for request, group in zip(requests, handles, strict=True):
             prompt = TokenSequence.of_answer(request.prompt.token_ids, ())
-            self._open.update((handle, _Open(request, prompt, opens)) for handle in group)
+            self._open.update((handle, OpenEpisode(request, prompt, opens)) for handle in group)
             for handle in group if opens else ():
                 self._ask(handle)
         self._periods.note()
@@ -276,7 +276,7 @@ class Episodes:
         for handle in half_done:
             request = asked[handle.prompt_id, handle.visit]
             prompt = TokenSequence.of_answer(request.prompt.token_ids, ())
-            self._open[handle] = _Open(request, prompt, False)
+            self._open[handle] = OpenEpisode(request, prompt, False)
         self._periods.note()
 
     def take_weights(self) -> None:
@@ -284,12 +284,11 @@ class Episodes:
 
     # How an episode goes on.
 
-    def _may_move(self, episode: _Open) -> bool:
+    def _may_move(self, episode: OpenEpisode) -> bool:
         return not self._environments.opens and not episode.turns
 
     def _take_ended(self) -> list[SampleEvent]:
         if not self._open:
-            self._environments.end_all()
             self._answered_at_once.clear()
         ended, self._ended = self._ended, []
         return ended
@@ -298,18 +297,28 @@ class Episodes:
         """New answers of environments, after a short wait where the engine has no work."""
         known, self._answered_at_once = self._answered_at_once, []
         idle = not self._engine.num_live and not known
-        found = self._environments.poll(_TICK_S if idle and self._open else 0.0)
-        return known + [(handle, self._noted(handle, answer)) for handle, answer in found]
+        for handle, answer in self._environments.poll(TICK_S if idle and self._open else 0.0):
+            if handle in self._open:
+                known.append((handle, self._noted(handle, answer)))
+            else:
+                self._environments.unclaimed.append((handle, answer))
+        return known
 
     def _noted(self, handle: Handle, answer: TurnAnswer) -> TurnAnswer:
         """An answer of a process, as it is recorded: a failure where the episode's time is over."""
-        episode, most = self._open[handle], self._config.episode_s
+        episode = self._open[handle]
         episode.seconds += answer.seconds
-        if answer.failure is None and not episode.is_over and episode.seconds > most:
-            message = f"all calls took longer than environment.episode_s = {most:g}"
-            answer = TurnAnswer(failure=Failure("deadline", message))
+        answer = self._in_time(answer, episode.seconds, episode.is_over)
         self._said.append((self._key(handle), answer.recorded()))
         return answer
+
+    def _in_time(self, answer: TurnAnswer, seconds: float, is_over: bool) -> TurnAnswer:
+        """An answer after so many seconds of an episode's calls."""
+        most = self._config.episode_s
+        if answer.failure is not None or is_over or seconds <= most:
+            return answer
+        message = f"all calls took longer than environment.episode_s = {most:g}"
+        return TurnAnswer(failure=Failure("deadline", message))
 
     def _key(self, handle: Handle) -> list[Any]:
         """The name of what is asked now, with a digest of all that led to it."""
@@ -371,12 +380,16 @@ class Episodes:
         """Ask the record, or the environment, which is also told of turns that the record
         answered.
         """
-        episode = self._open[handle]
         recorded = self._answers.find(self._key(handle))
         if recorded is not None:
             self._said.append((self._key(handle), recorded))
             self._answered_at_once.append((handle, TurnAnswer.of(recorded)))
             return
+        self._tell(handle, wants_reward)
+
+    def _tell(self, handle: Handle, wants_reward: bool) -> None:
+        """Tell the environment of all turns that it has not been told of, and ask it."""
+        episode = self._open[handle]
         turns, episode.sent = episode.said[episode.sent :], len(episode.said)
         prompt = episode.request.prompt
         columns = prompt.row

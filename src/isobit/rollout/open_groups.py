@@ -16,8 +16,9 @@ each GPU.  What going on costs is a prefill of what is half done for each versio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from isobit.records.schedule import Name
-from isobit.records.sequence import COLUMNS
 from isobit.records.text import Completion, Group
 from isobit.rollout.engine import SampleEvent, Sampler
 from isobit.rollout.engine_stats import EngineStats, Periods
@@ -248,15 +249,9 @@ class OpenGroups:
 
 
 def cut(completion: Completion, length: int) -> Completion:
-    """The first ``length`` tokens of an answer of one turn, as of a sample that is half done."""
+    """The first ``length`` drawn tokens of an answer, as of a sample that is half done."""
     sequence = completion.sequence
-    stop = sequence.length - sequence.response_length + length
-    columns = {column.name: getattr(sequence, column.name) for column in COLUMNS}
-    kept = replace(
-        sequence,
-        token_ids=sequence.token_ids[:stop],
-        loss_mask=sequence.loss_mask[:stop],
-        drawn=length,
-        **{name: None if one is None else one[:stop] for name, one in columns.items()},
-    )
-    return Completion(kept, "", "aborted")
+    ends = [*np.flatnonzero(sequence.loss_mask).tolist(), sequence.length]
+    kept = ends[:-1][:length]
+    stop = kept[-1] + 1 if kept else ends[0]
+    return Completion(replace(sequence.first(stop), drawn=length), "", "aborted")

@@ -47,10 +47,13 @@ class SharedGroups:
         next_request: Callable[[], Request],
         on_whole: Callable[[Group], None],
         is_graded: Callable[[Group], bool],
+        keeps_homes: bool = False,
     ) -> None:
         """``next_request`` gives the next prompt's; ``on_whole`` is called on the rank that has
         drawn the last sample of a group, and ``is_graded`` says there whether it was waited for.
+        With ``keeps_homes`` a group stays at the rank that has begun it, where it has one.
         """
+        self._keeps_homes = keeps_homes
         self._world, self._next_request, self._is_graded = world, next_request, is_graded
         self.open = OpenGroups(engine, self._begin, on_whole, world.rank)
         self._queue = WorkQueue(world)
@@ -71,7 +74,8 @@ class SharedGroups:
         self.open.begin_count()
         half_done = [group for group in self.groups if group.group is None]
         for place, group in enumerate(half_done):
-            group.home = place % self._world.size
+            if not self._keeps_homes or not 0 <= group.home < self._world.size:
+                group.home = place % self._world.size
 
     def draw(
         self, choose: Choose, watch: Callable[[], None], stays: bool = False

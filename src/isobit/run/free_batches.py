@@ -9,7 +9,8 @@
 
 Between two steps all open groups are here, half done: the engine is free for an evaluation, and a
 checkpoint holds them (``open_groups.safetensors``).  Where the record has a line for the step, its
-groups are drawn as that says, and the step learns from the same ones.
+groups are drawn as that says, and the step learns from the same ones.  With an environment samples
+are episodes (``isobit.rollout.carried_episodes``).
 """
 
 import threading
@@ -23,11 +24,13 @@ from typing import Any
 import torch
 
 from isobit.data.sampler import PromptSampler
+from isobit.environments.pool import AnswerLog
 from isobit.parallel.world import World, run_on_all
-from isobit.records.schedule import Schedule
+from isobit.records.schedule import Name, Schedule
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group, Prompt
 from isobit.records.wire import completions_of, completions_value
+from isobit.rollout.carried_episodes import CarriedEpisodes
 from isobit.rollout.engine import RolloutEngine
 from isobit.rollout.engine_stats import EngineStats, Progress
 from isobit.rollout.http_engine import HttpEngine
@@ -63,18 +66,25 @@ class FreeBatches:
         record: ScheduleRecord,
         writer: WaitingWriter | None,
         learns: bool = True,
+        episodes: CarriedEpisodes | None = None,
     ) -> None:
         """``like`` is the request of any prompt; ``prompts`` are all that the run learns from;
         ``grading`` is begun with each group that is whole; ``writer`` writes the record;
-        ranks that do not ``learn`` are rollouters.
+        ranks that do not ``learn`` are rollouters; ``episodes`` are those of an environment.
         """
+        self.episodes = episodes
         self._schedule = schedule
         self._engine, self._sampler, self._like = engine, sampler, like
         self._prompts, self._writer = prompts, writer
         self.grading, self.record = grading, record
         self._learns, self._world = learns, world
         self._shared = SharedGroups(
-            world, engine, self._next_request, self._submit, self._is_graded
+            world,
+            episodes or engine,
+            self._next_request,
+            self._submit,
+            self._is_graded,
+            keeps_homes=episodes is not None,
         )
         self._batch: list[OpenGroup] = []
         self._version = 0
@@ -86,6 +96,16 @@ class FreeBatches:
         """Tokens of the open groups before the step, less those of the batch."""
         self._kept: list[OpenGroup] = []
         """The open groups as they were after the last step, for a checkpoint."""
+        self._kept_episodes: list[Any] = []
+        """What is known of their episodes."""
+
+    def take_records(
+        self, grading: RecordedGrading, answers: AnswerLog, record: ScheduleRecord
+    ) -> None:
+        """Give what these records still have before anything new, from now on."""
+        self.grading, self.record = grading, record
+        if self.episodes is not None:
+            self.episodes.take_log(answers)
 
     # A step.
 
@@ -102,9 +122,13 @@ class FreeBatches:
         done = step - 1
         shared, opened = self._shared, self._shared.open
         begun = done * self._schedule.per_step + len(shared.groups)
-        shared.begin_step(done, self._schedule.groups_begun(done) - begun)
+        most = self._schedule.groups_begun(done) - begun
+        shared.begin_step(done, most)
         self._tokens = opened.tokens
         self._version, self._recorded = version, self.record.recorded(step)
+        if self.episodes is not None:
+            names = [*(group.name for group in shared.groups), *self._next_names(most)]
+            self.episodes.begin_step(version, names)
 
         def watch() -> None:
             progress(self._progress())
@@ -115,6 +139,8 @@ class FreeBatches:
             places, ranks = shared.draw(choose, watch, stays)
         else:
             places, ranks = shared.follow(recorded.learns, recorded.drawn, watch)
+        if self.episodes is not None:
+            self.episodes.end_step(self._world, shared.groups, places)
         self._batch = [shared.groups[place] for place in places]
         if self._learns:
             self._to_compare = self._comparable(shared.groups)
@@ -214,8 +240,23 @@ class FreeBatches:
         self.record.append([line])
         if self._writer is not None:
             self._writer.write_on_first(self.record.write)
-        self._kept = [group.copy() for group in groups]
+        self._keep(groups)
         return stats
+
+    def _keep(self, groups: Sequence[OpenGroup]) -> None:
+        """Have these groups, as they are now, in the next checkpoint."""
+        if self.episodes is None:
+            self._kept = [group.copy() for group in groups]
+            return
+        self._kept = [self.episodes.kept(group) for group in groups]
+        self._kept_episodes = self.episodes.value(self._kept)
+
+    def _next_names(self, count: int) -> list[Name]:
+        """The next prompts with their visits, which stay the next ones."""
+        state = self._sampler.state()
+        names = [(prompt.id, visit) for prompt, visit in self._sampler.next(count)]
+        self._sampler.restore(state)
+        return names
 
     def _next_request(self) -> Request:
         [(prompt, visit)] = self._sampler.next(1)
@@ -245,7 +286,10 @@ class FreeBatches:
         samples = [one.samples[sample] for one in self._kept for sample in sorted(one.samples)]
         if not samples:
             return {}
-        return {"samples": message_tensor(completions_value(samples))}
+        found = {"samples": message_tensor(completions_value(samples))}
+        if self._kept_episodes:
+            found["episodes"] = message_tensor({"episodes": self._kept_episodes})
+        return found
 
     def value(self) -> dict[str, Any]:
         """What ``restore`` takes, as a message."""
@@ -260,10 +304,13 @@ class FreeBatches:
         for name, visit, begun_after, lengths in state["groups"]:
             request = replace(self._like, prompt=prompt_of(self._prompts, name), visit=visit)
             group = OpenGroup(request, begun_after, {i: next(samples) for i in range(len(lengths))})
-            group.close_if_whole()
+            if not group.close_if_whole():
+                group.home = -1  # any rank
             groups.append(group)
         self._shared.open.groups = groups
-        self._kept = [group.copy() for group in groups]
+        if self.episodes is not None and "episodes" in tensors:
+            self.episodes.restore(value_of(tensors["episodes"])["episodes"])
+        self._keep(groups)
 
 
 def _raise_first(errors: Sequence[BaseException]) -> None:

@@ -7,6 +7,7 @@ weight.  Nothing is written.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -32,6 +33,7 @@ from isobit.records.packing import pack
 from isobit.records.schedule import Schedule
 from isobit.records.text import Completion, Group, SamplingParams
 from isobit.records.wire import completions_of
+from isobit.rollout.carried_episodes import CarriedEpisodes
 from isobit.rollout.engine_stats import EngineStats, Progress
 from isobit.rollout.episodes import Episodes
 from isobit.rollout.requests import Request
@@ -64,6 +66,7 @@ from isobit.training.replay_buffer import ReplayBuffer
 from isobit.training.step import Learner
 from isobit.util.errors import ConfigError, MismatchError
 
+AnyEpisodes = TypeVar("AnyEpisodes", bound=Episodes)
 VALUE_HEAD_RATE = 10.0
 """Default learning rate of a value head, as a multiple of the policy's: the head starts at zero."""
 
@@ -164,9 +167,12 @@ class RlRun(Run[RunConfig, RlData]):
             around.schedule,
             around.writer,
             learns,
+            self._with_answers(around.answers, CarriedEpisodes),
         )
 
-    def _with_answers(self, answers: AnswerRecord) -> Episodes | None:
+    def _with_answers(
+        self, answers: AnswerRecord, kind: type[AnyEpisodes] = Episodes
+    ) -> AnyEpisodes | None:
         """Episodes with what tools say from ``answers`` where it still has some, else from the
         environment; None where this rank samples with none.
         """
@@ -174,7 +180,7 @@ class RlRun(Run[RunConfig, RlData]):
             return None
         assert self.config.environment is not None
         assert self.data.tools is not None
-        return Episodes(
+        return kind(
             self.config.environment,
             self.data.tools,
             self._environments,
@@ -194,7 +200,7 @@ class RlRun(Run[RunConfig, RlData]):
         )
         self._episodes = self._with_answers(answers)
         if self.free_batches is not None:
-            self.free_batches.grading, self.free_batches.record = self.grading, schedule
+            self.free_batches.take_records(self.grading, answers, schedule)
 
     def describe_sampling(self) -> list[str]:
         shape = self.model.policy.config

@@ -14,7 +14,8 @@
     [["ok", "12"], ..], "reward": null, "turn_reward": 0.5, "failure": null}], ..]}
 
 where KEY is a prompt, its visit, the sample, the turn, and a digest of the tokens up to there, and
-``turn_reward`` is present where the environment gives one.
+``turn_reward`` is present where the environment gives one.  With ``async.max_staleness`` there is a
+line a step, whose prompts are those of all groups that may be open in it.
 
 A run is a pure function of its configuration, its data and these files, while a reward function (a
 judge, a clock) or a tool need not be.  A resumed run therefore takes what repeated steps were given

@@ -1,0 +1,258 @@
+"""``async.max_staleness`` with an environment: episodes stay open while steps learn."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isobit.commands.replay import replay
+from isobit.config.recipes import RunConfig
+from isobit.data.tool_calls import ToolCall
+from isobit.environments.pool import Environments
+from isobit.models.safetensors import TensorFile
+from isobit.observe.console import silent
+from isobit.parallel.world import ALONE
+from isobit.records.sequence import GIVEN
+from isobit.records.wire import completions_of
+from isobit.rollout import episodes
+from isobit.run.loop import train
+from isobit.run.pending import value_of
+from isobit.util.errors import ConfigError
+from tests.environments.servers import Count, serving
+from tests.run import acting
+from tests.run.test_environment import HELD_OUT, STOPS, TOOLS
+from tests.run.test_free_batches import Hurried, check_bounds, left_by, schedule_of
+from tests.run.test_lag import Killed, die_after_saving, steps_of
+from tests.tiny import json_lines
+from tests.worlds import in_world
+
+MakeConfig = Callable[..., RunConfig]
+STEPS = 5
+
+
+@pytest.fixture
+def free_acting(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> MakeConfig:
+    """Few places, so that episodes of a group begin and end apart."""
+    monkeypatch.setattr(episodes, "read_turn", acting.reading(acting.parse))
+
+    def make(max_staleness: int | None, name: str = "Counter", **sections: Any) -> RunConfig:
+        given: dict[str, Any] = {
+            "environment": {"class": f"{TOOLS}:{name}", "max_turns": 6},
+            "rollout": {"max_new_tokens": 40, "stop_tokens": STOPS, "max_sequences": 7},
+            "training": {"steps": STEPS, "learning_rate": 1e-2},
+            "checkpoint": {"every": 1, "keep_last": 9},
+            "data": {"eval": {"held_out": {**HELD_OUT, "limit": 2}}},
+            "evaluation": {"every": 2},
+            "async": {"max_staleness": max_staleness},
+            "tracking": {"completions": "all"},
+        }
+        gives = name in ("Counter", "Paced", "Slow")
+        reward = "environment" if gives else "isobit.starter.tasks:correct_answer"
+        return make_config(reward, **{**given, **sections})
+
+    return make
+
+
+def left_with_answers(root: Path) -> dict[str, Any]:
+    return {**left_by(root), "answers": (root / "environment.jsonl").read_bytes()}
+
+
+def open_samples(root: Path, step: int) -> list[Any]:
+    path = root / "checkpoints" / f"step_{step:06}" / "open_groups.safetensors"
+    tensors = TensorFile(path)
+    if "samples" not in tensors:
+        return []
+    return completions_of(value_of(tensors["samples"]))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["Counter", "Paced", "Speaks"])
+def test_without_staleness_it_is_the_synchronous_run(
+    name: str, free_acting: MakeConfig, tmp_path: Path
+) -> None:
+    synchronous = free_acting(None, name, output=tmp_path / "synchronous")
+    train(synchronous, silent())
+    config = free_acting(0, name, output=tmp_path / "free")
+    train(config, silent())
+    assert left_with_answers(config.output) == left_with_answers(synchronous.output)
+    assert [line["drawn"] for line in schedule_of(config.output)] == [[]] * STEPS
+
+
+def test_episodes_go_on_with_other_weights_and_are_replayed(
+    free_acting: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = free_acting(2)
+    summary = train(config, silent())
+    assert summary.tokens_differing == 0 < summary.tokens_compared
+    check_bounds(config.output, 2, STEPS, config.training.prompts_per_step)
+    steps = steps_of(config.output)
+    assert any(line["staleness/mean"] % 1 for line in steps), (
+        "an episode has tokens of two versions"
+    )
+    several = [
+        one
+        for step in range(1, STEPS)
+        for one in open_samples(config.output, step)
+        if one.finish_reason == "aborted" and len(one.sequence.turn_lengths) > 1
+    ]
+    assert any(len(set(one.weights_versions)) > 1 for one in several), "over turns and versions"
+    for sequence in (one.sequence for one in several):
+        assert all(sequence.weights_versions[~sequence.loss_mask] == GIVEN)
+    assert replay(config.output, say=lambda _: None).differences == []
+
+    ask_nothing(monkeypatch)
+    for step in (None, 3):
+        again = replay(config.output, step, say=lambda _: None, recorded_rewards=True)
+        assert again.differences == []
+
+
+def ask_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("an environment was asked")
+
+    monkeypatch.setattr(Environments, "ask", refuse)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["Speaks", "Paced", "Counter"])
+def test_a_schedule_that_time_has_made_is_replayed_and_resumed(
+    name: str, free_acting: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last steps again by the lines that are there, killed behind the first of them: they leave
+    the same bytes, and ask for nothing that is recorded.
+    """
+    config = free_acting(2, name)
+    with monkeypatch.context() as patch:
+        Hurried(1, patch)
+        train(config, silent())
+    lines, expected = schedule_of(config.output), left_with_answers(config.output)
+    assert replay(config.output, say=lambda _: None).differences == []
+    for step in range(3, STEPS + 1):
+        shutil.rmtree(config.output / "checkpoints" / f"step_{step:06}")
+    ask_nothing(monkeypatch)
+    with monkeypatch.context() as patch:
+        die_after_saving(patch)
+        with pytest.raises(Killed):
+            train(config, silent(), resume=True)
+    train(config, silent(), resume=True)
+    assert schedule_of(config.output) == lines
+    assert left_with_answers(config.output) == expected
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["Moody", "Counter"])
+def test_killed_between_any_two_steps_it_is_one_run(
+    name: str, free_acting: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with an environment that never says the same twice."""
+    calls = acting.reading(lambda text: [ToolCall("now", {})] if len(text) % 3 else [])
+    if name == "Moody":
+        monkeypatch.setattr(episodes, "read_turn", calls)
+    config = free_acting(2, name)
+    for step in range(1, STEPS + 1):
+        with monkeypatch.context() as patch:
+            die_after_saving(patch)
+            with pytest.raises(Killed):
+                train(config, silent(), resume=step > 1)
+    assert train(config, silent(), resume=True).tokens_differing == 0
+    check_bounds(config.output, 2, STEPS, config.training.prompts_per_step)
+    check_answers(config.output)
+    ask_nothing(monkeypatch)
+    again = replay(config.output, say=lambda _: None, recorded_rewards=True)
+    assert again.differences == []
+
+
+def check_answers(root: Path) -> None:
+    """Each answer is recorded once."""
+    keys = [
+        (line["weights_version"], tuple(key)) if key[0].startswith("held") else tuple(key)
+        for line in json_lines(root / "environment.jsonl")
+        for key, _ in line["answers"]
+    ]
+    assert len(set(keys)) == len(keys) > 20
+
+
+def test_killed_in_the_middle_of_episodes_it_is_one_run(free_acting: MakeConfig) -> None:
+    """By SIGKILL, before anything is recorded of the step, and then by two processes."""
+    config = free_acting(2, evaluation={"every": 0})
+    values = config.model_dump(mode="json", by_alias=True)
+    for moment, ranks in ((40, 1), (30, 2), (20, 1)):
+        case = {"config": values, "dies": (moment, 0), "counter": f"{config.output}-{moment}"}
+        with pytest.raises(AssertionError, match="exit -9"):
+            in_world(ranks, "tests.run.acting:resume", case)
+    in_world(2, "tests.run.acting:resume", {"config": values})
+    check_bounds(config.output, 2, STEPS, config.training.prompts_per_step)
+    check_answers(config.output)
+    lines = schedule_of(config.output)
+    assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
+    steps = steps_of(config.output)
+    assert [line["log_prob_diff/tokens_differing"] for line in steps] == [0] * STEPS
+    assert replay(config.output, say=lambda _: None).differences == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "remedy"),
+    [
+        ({"cluster": {"rollouters": 1, "processes": 2}}, "set cluster.rollouters = 0"),
+        (
+            {
+                "rollout": {
+                    "engine": "http",
+                    "servers": ["http://127.0.0.1:1"],
+                    "server_key": "env:KEY",
+                }
+            },
+            "set rollout.engine = 'native'",
+        ),
+    ],
+)
+def test_who_cannot_draw_open_episodes_is_refused(
+    sections: dict[str, Any], remedy: str, free_acting: MakeConfig
+) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        train(free_acting(1, **sections), silent(), world=ALONE)
+
+
+def test_a_server_has_room_for_few_episodes(
+    free_acting: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that wait give their room up, to an evaluation and to others of a replay, and are
+    played again up to where they were.
+    """
+    monkeypatch.setattr(
+        episodes,
+        "read_turn",
+        acting.reading(lambda text: [ToolCall("step", {"by": len(text) % 5})]),
+    )
+    with serving(Count) as (address, server, _):
+        environment = {"openenv": address, "options": {"goal": 5}, "max_turns": 6, "at_once": 2}
+        config = free_acting(2, "OpenEnv", environment=environment, evaluation={"every": 1})
+        assert train(config, silent()).tokens_differing == 0
+        check_answers(config.output)
+        assert replay(config.output, say=lambda _: None).differences == []
+        assert server.most_open == 2
+
+
+@pytest.mark.exhaustive
+def test_processes_stay_while_steps_learn_and_over_evaluations(
+    free_acting: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tools that are slow answer in steps after that in which they were asked; each is asked once,
+    and told of one turn at a time.
+    """
+    told, ask = list[int](), Environments.ask
+
+    def watched(self: Environments[Any], key: Any, columns: Any, turns: Any, *more: Any) -> None:
+        told.append(len(turns))
+        ask(self, key, columns, turns, *more)
+
+    monkeypatch.setattr(Environments, "ask", watched)
+    config = free_acting(2, "Slow", evaluation={"every": 1})
+    assert train(config, silent()).tokens_differing == 0
+    assert max(told) == 1
+    answers = [line["answers"] for line in json_lines(config.output / "environment.jsonl")]
+    assert len(told) == sum(map(len, answers))
+    check_answers(config.output)
+    assert replay(config.output, say=lambda _: None).differences == []
