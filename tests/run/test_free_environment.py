@@ -174,6 +174,7 @@ def check_answers(root: Path) -> None:
     assert len(set(keys)) == len(keys) > 20
 
 
+@pytest.mark.exhaustive
 def test_killed_in_the_middle_of_episodes_it_is_one_run(free_acting: MakeConfig) -> None:
     """By SIGKILL, before anything is recorded of the step, and then by two processes."""
     config = free_acting(2, evaluation={"every": 0})
