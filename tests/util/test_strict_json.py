@@ -69,7 +69,8 @@ observe/flow_choice.py observe/model_card.py parallel/black_box.py parallel/watc
 parallel/world.py
 records/digests.py records/messages.py rewards/sandboxed/main.py
 rewards/sandboxed/wire.py rewards/graders/judge.py rewards/graders/reasoning_gym.py
-rewards/messages.py rewards/sandbox.py rollout/episodes.py rollout/http_engine.py
+rewards/messages.py rewards/sandbox.py rollout/carried_episodes.py rollout/episodes.py
+rollout/http_engine.py
 rollout/servers.py rollout/vllm_engine.py rollout/vllm_model.py rollout/vllm_server.py
 commands/diff.py commands/replay.py serve/protocol.py serve/response_formats.py store/checkpoint.py
 store/resume.py store/reward_record.py util/strict_json.py
