@@ -3,6 +3,7 @@
 #   make quickstart   set up, train the starter model with reinforcement learning in INT8, show the result
 #   make test         set up, run the quick tests: every behaviour is guarded once
 #   make test-all     all tests: whole grids, kills and soaks too, and test-triton
+#   make test-rest    what the quick tests leave out; with MOST_SECONDS=N none begins after so many
 #   make test-triton  compile the kernels with the Triton that torch brings on a GPU, which is older than the one for tests
 #   make lint         ruff, pyright, the import rules and the limits of the structure
 #   make docs         write the figures and pictures of the documentation, and build it as a site, in site/
@@ -29,7 +30,7 @@ CONSTRAINTS := constraints$(if $(GPU),-hopper).txt
 RUN := runs/quickstart
 PIP_INSTALL := $(PIP) install --disable-pip-version-check --constraint $(CONSTRAINTS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help setup quickstart test test-all test-triton lint figures docs schema lock clean
+.PHONY: help setup quickstart test test-all test-rest test-triton lint figures docs schema lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -56,9 +57,11 @@ PYTEST := PYTHONDONTWRITEBYTECODE= CI= BUILD_NUMBER= $(VENV)/bin/pytest --numpro
 test: $(READY)
 	$(PYTEST)
 
-test-all: test
-	$(PYTEST) --rest
+test-all: test test-rest
 	$(MAKE) test-triton
+
+test-rest: $(READY)
+	$(PYTEST) --rest $(if $(MOST_SECONDS),--seconds $(MOST_SECONDS))
 
 # Its compiler, with the assemblers of the newer one, by which registers and spills are counted.
 USERS_TRITON := $(VENV)/triton-$(shell sed -n 's/^triton==\([0-9.]*\).*/\1/p' constraints-hopper.txt)

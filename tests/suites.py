@@ -3,6 +3,9 @@
     pytest                the quick suite: every behaviour is guarded once
     pytest --all          everything: whole grids, kills at every phase, soaks
     pytest --rest         what the quick suite leaves out, alone (`make test-all` runs both)
+    pytest --seconds N    begin no test after so many seconds, and say how many were left: for a
+                          limit on a slow machine; each commit begins somewhere else, so that all
+                          tests get their turn
     pytest --hypothesis-seed=7   properties draw other examples than the usual ones, of that seed
 
 Three marks say what the quick suite leaves out, beside the test that they speak of:
@@ -17,15 +20,20 @@ Three marks say what the quick suite leaves out, beside the test that they speak
 Hypothesis tries ``examples(100)`` where a test does not say how many.
 """
 
+import subprocess
 from collections.abc import Sequence
 from itertools import combinations
+from math import inf
+from time import monotonic
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 LEAST = 5
 """Examples of a property in the quick suite, at least."""
+LATE = "its seconds were over (--seconds)"
 _state = {"all": False}
+_UNTIL = pytest.StashKey[float]()
 
 
 def examples(count: int) -> int:
@@ -36,12 +44,15 @@ def examples(count: int) -> int:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="whole grids, kills and soaks too")
     parser.addoption("--rest", action="store_true", help="whole grids, kills and soaks alone")
+    parser.addoption("--seconds", type=float, help="after which no test begins")
     parser.addoption(
         "--back-end", choices=("hopper", "triton"), default="hopper", help="of tests/gpu"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if (seconds := config.getoption("--seconds")) is not None:
+        config.stash[_UNTIL] = monotonic() + seconds
     _state["all"] = bool(config.getoption("--all") or config.getoption("--rest"))
     settings.register_profile(
         "isobit",
@@ -54,7 +65,21 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("isobit")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if monotonic() > item.config.stash.get(_UNTIL, inf):
+        pytest.skip(LATE)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    late = [one for one in terminalreporter.getreports("skipped") if LATE in str(one.longrepr)]
+    if late:
+        terminalreporter.write_line(f"{len(late)} tests were not run: {LATE}")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if _UNTIL in config.stash:
+        first = _commit() % max(1, len(items))
+        items[:] = items[first:] + items[:first]
     if config.getoption("--all"):
         return
     left_out, rest = set(left_out_of(items)), config.getoption("--rest")
@@ -65,6 +90,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (wanted if is_wanted else unwanted).append(item)
     config.hook.pytest_deselected(items=unwanted)
     items[:] = wanted
+
+
+def _commit() -> int:
+    """A number of the commit that is tested; 0 outside of a repository."""
+    command = ["git", "rev-parse", "--short=8", "HEAD"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return int(found.stdout.strip() or "0", 16)
 
 
 def _tries_examples(item: pytest.Item) -> bool:

@@ -70,6 +70,16 @@ def test_a_seed_draws_other_examples_and_each_seed_its_own(pytester: pytest.Pyte
     assert usual != seven != eight != usual
 
 
+@pytest.mark.parametrize(("seconds", "passed"), [("0", 0), ("600", 14)])
+def test_no_test_begins_late(pytester: pytest.Pytester, seconds: str, passed: int) -> None:
+    """And it is said how many have not begun."""
+    pytester.makepyfile(FILE)
+    result = pytester.runpytest_inprocess("-p", "tests.suites", "--seconds", seconds)
+    result.assert_outcomes(passed=passed, skipped=14 - passed, deselected=26)
+    said = [line for line in result.outlines if "14 tests were not run" in line]
+    assert len(said) == (not passed)
+
+
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 3, 3), (4, 2, 5, 2)])
 def test_pairs_are_covered_by_fewer_cases(sizes: tuple[int, ...]) -> None:
     cases = list(product(*map(range, sizes)))

@@ -52,7 +52,7 @@ def hybrids(draw: st.DrawFn) -> tuple["PreTrainedConfig", Lora | None]:
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=examples(400), deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(120), deadline=None, suppress_health_check=QUICK)
 @given(hybrids(), st.integers(0, 1000))
 def test_logits_gradients_and_greedy_tokens(
     drawn: tuple["PreTrainedConfig", Lora | None], seed: int
