@@ -251,7 +251,7 @@ class OpenGroups:
 def cut(completion: Completion, length: int) -> Completion:
     """The first ``length`` drawn tokens of an answer, as of a sample that is half done."""
     sequence = completion.sequence
-    ends = [*np.flatnonzero(sequence.loss_mask).tolist(), sequence.length]
-    kept = ends[:-1][:length]
-    stop = kept[-1] + 1 if kept else ends[0]
+    drawn = np.flatnonzero(sequence.loss_mask)
+    kept = drawn[:length]
+    stop = int(kept[-1]) + 1 if len(kept) else int(drawn[0]) if len(drawn) else sequence.length
     return Completion(replace(sequence.first(stop), drawn=length), "", "aborted")

@@ -78,8 +78,9 @@ def _added(total, a, of_a, a_step, b, of_b, b_step, terms, scale):
 
 
 @triton.jit
-def _rows_of_program(axis: tl.constexpr, ROWS: tl.constexpr):
-    return tl.program_id(axis) * ROWS + tl.arange(0, ROWS)
+def _span(axis: tl.constexpr, SIZE: tl.constexpr):
+    """SIZE rows or columns, those of the program's place along an axis of the grid."""
+    return tl.program_id(axis) * SIZE + tl.arange(0, SIZE)
 
 
 @triton.jit
@@ -92,7 +93,7 @@ def _factors_kernel(
     """
     place = tl.program_id(0).to(tl.int64)
     chunk, head = place // H, place % H
-    i, j = _rows_of_program(1, ROWS), tl.arange(0, _CHUNK)
+    i, j = _span(1, ROWS), tl.arange(0, _CHUNK)
     token, size = tl.load(TOKENS + chunk), tl.load(SIZES + chunk)
     decay = tl.load(DECAY + (token + j) * H + head, mask=j < size, other=0.0).to(tl.float64)
     total = tl.sum(tl.where(j[None, :] <= i[:, None], decay[None, :], 0.0), 1)
@@ -130,7 +131,7 @@ def _reads_kernel(
     place = tl.program_id(0).to(tl.int64)
     chunk, head = place // H, place % H
     i = tl.arange(0, _CHUNK)[None, :]
-    d = (tl.program_id(1) * BK + tl.arange(0, BK))[:, None]
+    d = _span(1, BK)[:, None]
     key = K + (tl.load(TOKENS + chunk) * KH + head // (H // KH)) * DK + d
     reads = _added(
         tl.zeros([BK, _CHUNK], tl.float32), key, d < DK, KH * DK,
@@ -148,8 +149,8 @@ def _outputs_kernel(
     """ROWS rows and BV columns of P^T dO [n, H, 64, DV]."""
     place = tl.program_id(0).to(tl.int64)
     chunk, head = place // H, place % H
-    i = _rows_of_program(2, ROWS)[:, None]
-    v = (tl.program_id(1) * BV + tl.arange(0, BV))[None, :]
+    i = _span(2, ROWS)[:, None]
+    v = _span(1, BV)[None, :]
     given = D_OUTPUT + (tl.load(TOKENS + chunk) * H + head) * DV + v
     made = _added(
         tl.zeros([ROWS, BV], tl.float32), READ_BY + place * (_CHUNK * _CHUNK) + i, i < _CHUNK,
@@ -167,8 +168,8 @@ def _fronts_kernel(
     place = tl.program_id(0).to(tl.int64)
     chunk, head = place // H, place % H
     token, size = tl.load(TOKENS + chunk), tl.load(SIZES + chunk)
-    d = (tl.program_id(1) * BK + tl.arange(0, BK))[:, None]
-    v = (tl.program_id(2) * BV + tl.arange(0, BV))[None, :]
+    d = _span(1, BK)[:, None]
+    v = _span(2, BV)[None, :]
     taken = _added(
         tl.zeros([BK, BV], tl.float32), READS + (place * DK + d) * _CHUNK, d < DK, 1,
         D_UPDATES + place * _CHUNK * DV + v, v < DV, DV, _CHUNK, None,
@@ -193,7 +194,7 @@ def _states_kernel(
     """
     sequence, head = tl.program_id(0).to(tl.int64) // H, tl.program_id(0) % H
     i, d = tl.arange(0, _CHUNK)[:, None], tl.arange(0, SIZE)[:, None]
-    v = (tl.program_id(1) * BV + tl.arange(0, BV))[None, :]
+    v = _span(1, BV)[None, :]
     inside = (d < DK) & (v < DV)
     at = ((sequence * H + head) * DK + d) * DV + v
     total = tl.load(D_STATES + at, mask=inside & (sequence < followed), other=0.0)
@@ -233,9 +234,9 @@ def _told_kernel(
     place = tl.program_id(0).to(tl.int64)
     chunk, head = place // H, place % H
     token, own = tl.load(TOKENS + chunk), tl.load(STATES + chunk)
-    i = _rows_of_program(2, ROWS)[:, None]
+    i = _span(2, ROWS)[:, None]
     there = i < tl.load(SIZES + chunk)
-    v = (tl.program_id(1) * BV + tl.arange(0, BV))[None, :]
+    v = _span(1, BV)[None, :]
     of_row = (place * _CHUNK + i) * DV + v
     key = K + ((token + i) * KH + head // (H // KH)) * DK
     told = _added(
@@ -258,8 +259,8 @@ def _updates_kernel(
 ):  # fmt: skip
     """ROWS rows and BV columns of u and of the gradient of beta r [n, H, 64, DV]."""
     place = tl.program_id(0).to(tl.int64)
-    i = _rows_of_program(2, ROWS)[:, None]
-    v = (tl.program_id(1) * BV + tl.arange(0, BV))[None, :]
+    i = _span(2, ROWS)[:, None]
+    v = _span(1, BV)[None, :]
     inverse, first = INVERSE + place * (_CHUNK * _CHUNK), place * _CHUNK * DV + v
     updates = _added(
         tl.zeros([ROWS, BV], tl.float32), inverse + i * _CHUNK, i < _CHUNK, 1, WANTED + first,
@@ -275,14 +276,7 @@ def _updates_kernel(
 
 @triton.jit
 def _pairs_kernel(
-    D_OUTPUT,
-    TOKENS,
-    SIZES,
-    UPDATES,
-    D_WANTED,
-    D_READ_BY,
-    D_OVERLAP,
-    H: tl.constexpr,
+    D_OUTPUT, TOKENS, SIZES, UPDATES, D_WANTED, D_READ_BY, D_OVERLAP, H: tl.constexpr,
     DV: tl.constexpr,
 ):  # fmt: skip
     """The gradients of P and of -A, [n, H, 64, 64], above the diagonals too."""
@@ -304,14 +298,14 @@ def _ends_kernel(
     D_OUTPUT, TOKENS, SIZES, STATES, KEPT, SEEN, LEFT, D_BEHIND, UPDATES, D_QUERY, D_ENDS,
     H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """BK columns of what q and k get by states: exp(G) (dO S0^T) and exp(G_63 - G) (u
-    dS1^T), [n, H, 64, DK].
+    """BK columns of what q and k get by states: exp(G) (dO S0^T) and exp(G_63 - G) (u dS1^T), [n,
+    H, 64, DK].
     """
     place = tl.program_id(0).to(tl.int64)
     chunk, head = place // H, place % H
     own = tl.load(STATES + chunk)
     i = tl.arange(0, _CHUNK)[:, None]
-    d = (tl.program_id(1) * BK + tl.arange(0, BK))[None, :]
+    d = _span(1, BK)[None, :]
     to = (place * _CHUNK + i) * DK + d
     given = D_OUTPUT + ((tl.load(TOKENS + chunk) + i) * H + head) * DV
     d_query = _added(
@@ -418,8 +412,8 @@ def _keys_kernel(
     place = tl.program_id(0).to(tl.int64)
     chunk, head = place // H, place % H
     own, token, size = tl.load(STATES + chunk), tl.load(TOKENS + chunk), tl.load(SIZES + chunk)
-    i = _rows_of_program(2, ROWS)[:, None]
-    d = (tl.program_id(1) * BK + tl.arange(0, BK))[None, :]
+    i = _span(2, ROWS)[:, None]
+    d = _span(1, BK)[None, :]
     of_row, to = (place * _CHUNK + i) * DK + d, ((token + i) * H + head) * DK + d
     of_keys = (token * KH + head // (H // KH)) * DK + d
     every, inside = i < _CHUNK, (i < size) & (d < DK)
