@@ -51,11 +51,11 @@ def lift_refusal(shape: DeltaShape) -> bool:
 
 
 def _heads(mixed: torch.Tensor, shape: DeltaShape) -> list[torch.Tensor]:
-    """[.., .., channels] -> q, k and v [.., .., heads, size]."""
+    """[.., channels] -> q, k and v [.., heads, size]."""
     keys = shape.key_heads * shape.key_dim
     parts = mixed.split([keys, keys, shape.values], -1)
     sizes = shape.key_dim, shape.key_dim, shape.value_dim
-    return [part.reshape(*part.shape[:2], -1, n) for part, n in zip(parts, sizes, strict=True)]
+    return [part.unflatten(-1, (-1, n)) for part, n in zip(parts, sizes, strict=True)]
 
 
 def _gates(a: torch.Tensor, b: torch.Tensor, weights: DeltaWeights, gates: str) -> Row:
@@ -197,32 +197,31 @@ def caught(make: Callable[[], Row]) -> Row:
 
 
 def recurrence(
-    inputs: DeltaInputs, weights: DeltaWeights, sequences: int, dtype: torch.dtype = torch.float64
+    inputs: DeltaInputs, weights: DeltaWeights, lengths: Sequence[int]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The rule token by token in FP64, of sequences of one length -> o [T, H DV] and its leaves, in
-    the order of ``leaves_of``.
+    """The rule token by token in FP64, of sequences one behind another -> o [T, H DV] and its
+    leaves, in the order of ``leaves_of``.
     """
-    own, learnt, leaves = leaves_of(inputs, weights, dtype)
-    shape, length = weights.shape, len(inputs.x) // sequences
-    x, a, b = (one.view(sequences, length, -1) for one in (own.x, own.a, own.b))
-    padded = functional.pad(x.transpose(1, 2), (shape.width - 1, 0))
-    kernel = learnt.convolution[:, None]
-    mixed = functional.silu(functional.conv1d(padded, kernel, groups=shape.channels))
-    q, k, v = _heads(mixed.transpose(1, 2), shape)
-    q, k = (one * (one.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for one in (q, k))
+    own, learnt, leaves = leaves_of(inputs, weights, torch.float64)
+    shape, kernel = weights.shape, learnt.convolution[:, None]
     repeat = shape.value_heads // shape.key_heads
-    q, k = (one.repeat_interleave(repeat, 2) for one in (q / shape.key_dim**0.5, k))
-    decay = (-learnt.a_log.exp() * functional.softplus(a + learnt.dt_bias)).exp()
-    beta = b.sigmoid()
-    state = q.new_zeros(sequences, shape.value_heads, shape.key_dim, shape.value_dim)
     made = list[torch.Tensor]()
-    for t in range(length):
-        state = state * decay[:, t, :, None, None]
-        told = torch.einsum("nhkv,nhk->nhv", state, k[:, t])
-        update = beta[:, t, :, None] * (v[:, t] - told)
-        state = state + k[:, t, ..., None] * update[:, :, None]
-        made.append(torch.einsum("nhkv,nhk->nhv", state, q[:, t]).flatten(1))
-    return torch.stack(made, 1).flatten(0, 1), leaves
+    parts = (one.split(list(lengths)) for one in (own.x, own.a, own.b))
+    for x, a, b in zip(*parts, strict=True):
+        before = functional.pad(x.t(), (shape.width - 1, 0))
+        mixed = functional.silu(functional.conv1d(before, kernel, groups=shape.channels))
+        q, k, v = _heads(mixed.t(), shape)
+        q, k = (one * (one.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for one in (q, k))
+        q, k = (one.repeat_interleave(repeat, 1) for one in (q / shape.key_dim**0.5, k))
+        decay = (-learnt.a_log.exp() * functional.softplus(a + learnt.dt_bias)).exp()
+        beta = b.sigmoid()
+        state = x.new_zeros(shape.value_heads, shape.key_dim, shape.value_dim)
+        for t in range(len(x)):
+            state = state * decay[t, :, None, None]
+            update = beta[t, :, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+            state = state + k[t, :, :, None] * update[:, None]
+            made.append(torch.einsum("hkv,hk->hv", state, q[t]).flatten())
+    return torch.stack(made), leaves
 
 
 def outputs_of(

@@ -221,7 +221,8 @@ class Drafter:
         if (rows + accepted) * learnt.plain * now <= rows * (later + wait_s):
             return False  # not even if every guess cost as little as one
         rates, foretold = zip(*((one.acceptance, one.foretold) for one in running), strict=True)
-        return any(self._counts(rates, [self._most] * rows, running, foretold, wait_s))
+        counts, _ = self._counts(rates, [self._most] * rows, running, foretold, wait_s)
+        return any(counts)
 
     def drafts(
         self, samples: Sequence[Sample], rooms: Sequence[int], decoding: Sequence[Sample]
@@ -238,7 +239,8 @@ class Drafter:
         ]
         rates = [sample.acceptance for sample in samples]
         wait_s = self._wait_s(decoding)  # in front of the next step, if this one has guesses
-        counts = self._counts(rates, list(map(len, found)), decoding, wait_s=wait_s)
+        most = list(map(len, found))
+        counts, self._expected = self._counts(rates, most, decoding, wait_s=wait_s)
         return [draft[:count] for draft, count in zip(found, counts, strict=True)]
 
     def _wait_s(self, samples: Sequence[Sample]) -> float:
@@ -268,8 +270,9 @@ class Drafter:
         decoding: Sequence[Sample],
         foretold: Sequence[float] = (),
         wait_s: float = 0.0,
-    ) -> list[int]:
-        """How many guesses of each sample to verify, in a step of all that are ``decoding``.
+    ) -> tuple[list[int], float]:
+        """How many guesses of each sample to verify, in a step of all that are ``decoding``, and
+        how many of them are expected to be accepted, by their chances.
 
         Args:
             rates: at which each sample's guesses are accepted.
@@ -278,13 +281,12 @@ class Drafter:
             wait_s: what a step with guesses takes longer.
         """
         rows, foretold, learnt = len(decoding), foretold or [1.0] * len(rates), self._of(decoding)
-        self._expected = 0.0
         runs = map(_chances, rates, most, foretold)
         likeliest = sorted(chain.from_iterable(runs), reverse=True)
         del likeliest[SPECULATED_ROWS - rows :]
         if not likeliest:
             self._least *= LOOKED_UP
-            return [0] * len(most)
+            return [0] * len(most), 0.0
         length = max([sample.length for sample in decoding])
         seconds = self._seconds_of(rows, rows + len(likeliest), length)
         if wait_s:
@@ -294,14 +296,13 @@ class Drafter:
         tokens = [rows + learnt.accepted * one for one in expected]
         gained = list(map(truediv, tokens, seconds))
         best = gained.index(max(gained))
-        self._expected = expected[best]
         if best == sum(most):
             self._least *= LOOKED_UP
-            return list(most)
+            return list(most), expected[best]
         least = likeliest[max(0, best - 1)]
         self._least = LOOKED_UP * least
         if not best:
-            return [0] * len(most)
+            return [0] * len(most), 0.0
         equal = best - bisect_left(likeliest, -least, key=neg)
         """Of those with the least chance, how many to take."""
         counts = list[int]()
@@ -314,7 +315,7 @@ class Drafter:
                     equal -= 1
                 count, chance = count + 1, chance * rate
             counts.append(count)
-        return counts
+        return counts, expected[best]
 
     def _seconds_of(self, fewest: int, most: int, length: int) -> list[float]:
         """Seconds of steps with the fewest to the most rows; they are asked for once for all

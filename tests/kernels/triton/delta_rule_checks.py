@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.native_delta_rule import recurrence
 from isobit.kernels.operands import (
     DeltaGradients,
     DeltaInputs,
@@ -395,50 +396,13 @@ def check_output(shape: DeltaShape, lengths: Sequence[int]) -> None:
     mine, saved = rule.forward(sent_inputs(given), sent(learnt))
     mine = mine.cpu()
     theirs, _ = spec.PackedDelta(tuple(lengths)).forward(given, learnt)
-    wanted = exact(given, learnt, lengths)
+    wanted = recurrence(given, learnt, lengths)[0].detach()
     first = 0
     for length in lengths:
         part = slice(first, first := first + length)
         error, yardstick = (relative_error(x[part], wanted[part]) for x in (mine, theirs))
         assert error < max(1.5 * yardstick, 5e-7), (length, error, yardstick)
     assert len(saved.kept.states) == sum((length - 1) // CHUNK for length in lengths)
-
-
-def _differentiable(
-    leaves: Sequence[torch.Tensor], shape: DeltaShape, lengths: Sequence[int]
-) -> torch.Tensor:
-    """Token by token, [T, H DV], of ``_leaves``."""
-    x, a, b, convolution, a_log, dt_bias = leaves
-    made = list[torch.Tensor]()
-    functional = torch.nn.functional
-    repeat, keys = shape.value_heads // shape.key_heads, shape.key_heads * shape.key_dim
-    for own, own_a, own_b in zip(*(one.split(list(lengths)) for one in (x, a, b)), strict=True):
-        padded = functional.pad(own.t(), (shape.width - 1, 0))
-        mixed = functional.conv1d(padded, convolution[:, None], groups=shape.channels).t()
-        q, k, v = functional.silu(mixed).split([keys, keys, shape.values], 1)
-        q, k = (one.view(len(one), shape.key_heads, shape.key_dim) for one in (q, k))
-        q, k = (one * (one.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for one in (q, k))
-        q, k = (one.repeat_interleave(repeat, 1) for one in (q / shape.key_dim**0.5, k))
-        v = v.view(len(v), shape.value_heads, shape.value_dim)
-        decay = -a_log.exp() * functional.softplus(own_a + dt_bias)
-        beta = own_b.sigmoid()
-        state = x.new_zeros(shape.value_heads, shape.key_dim, shape.value_dim)
-        for t in range(len(own)):
-            state = state * decay[t].exp()[:, None, None]
-            update = beta[t, :, None] * (v[t] - (state * k[t, :, :, None]).sum(1))
-            state = state + k[t, :, :, None] * update[:, None]
-            made.append((state * q[t, :, :, None]).sum(1).flatten())
-    return torch.stack(made)
-
-
-def _leaves(given: DeltaInputs, learnt: DeltaWeights) -> list[torch.Tensor]:
-    held = given.x, given.a, given.b, learnt.convolution, learnt.a_log, learnt.dt_bias
-    return [one.double().requires_grad_() for one in held]
-
-
-def exact(given: DeltaInputs, learnt: DeltaWeights, lengths: Sequence[int]) -> torch.Tensor:
-    with torch.no_grad():
-        return _differentiable(_leaves(given, learnt), learnt.shape, lengths)
 
 
 def check_backward(shape: DeltaShape, lengths: Sequence[int], far: float = 0.0) -> None:
@@ -470,8 +434,7 @@ def check_backward(shape: DeltaShape, lengths: Sequence[int], far: float = 0.0) 
     rule, here = PackedDeltaRule(tuple(lengths), _device), (sent_inputs(given), sent(learnt))
     ours = gradients(rule, *here)
     theirs = gradients(spec.PackedDelta(tuple(lengths)), given, learnt)
-    leaves = _leaves(given, learnt)
-    output = _differentiable(leaves, shape, lengths)
+    output, leaves = recurrence(given, learnt, lengths)
     wanted = torch.autograd.grad(output, leaves, d_output.double())
     for one, other, true in zip(ours, theirs, wanted, strict=True):
         error, yardstick = relative_error(one, true), relative_error(other, true)

@@ -13,7 +13,7 @@ from isobit.kernels.triton.sizes import DELTA_TOKENS
 from tests.kernels.triton.assembled import assert_assembles, compile_portable
 
 KERNELS = {
-    "factors": chunks._factors_kernel,
+    "factors": chunks._chunk_factors_kernel,
     "reads": chunks._reads_kernel,
     "outputs": chunks._outputs_kernel,
     "fronts": chunks._fronts_kernel,
@@ -24,10 +24,10 @@ KERNELS = {
     "ends": chunks._ends_kernel,
     "passed": chunks._passed_kernel,
     "gates": chunks._gates_kernel,
-    "keys": chunks._keys_kernel,
+    "keys": chunks._chunk_keys_kernel,
     "mixed": rows._mixed_kernel,
     "inputs": rows._inputs_kernel,
-    "sums": rows._sums_kernel,
+    "sums": rows._convolution_sums_kernel,
 }
 CONSTANTS = {
     "H": 32, "KH": 16, "DK": 128, "DV": 128, "BK": chunks.WIDEST, "BV": chunks.WIDEST,

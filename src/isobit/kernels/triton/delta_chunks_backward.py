@@ -84,15 +84,27 @@ def _span(axis: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _factors_kernel(
+def _place(H: tl.constexpr):
+    """The program's place in [n, H], along the grid's first axis, with its chunk and its head."""
+    place = tl.program_id(0).to(tl.int64)
+    return place, place // H, place % H
+
+
+@triton.jit
+def _key(token, head, H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr):
+    """Where a token's key for a value head begins in [T, KH, DK], as its query does."""
+    return (token * KH + head // (H // KH)) * DK
+
+
+@triton.jit
+def _chunk_factors_kernel(
     Q, K, DECAY, BETA, TOKENS, SIZES, SEEN, LEFT, BETAS, BETA_SEEN, GAMMA, SHARED, READ_BY, OVERLAP,
     H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of exp(G), exp(G_63 - G), beta and beta exp(G) [n, H, 64], and of Gamma, A without
     beta, P and A [n, H, 64, 64].
     """
-    place = tl.program_id(0).to(tl.int64)
-    chunk, head = place // H, place % H
+    place, chunk, head = _place(H)
     i, j = _span(1, ROWS), tl.arange(0, _CHUNK)
     token, size = tl.load(TOKENS + chunk), tl.load(SIZES + chunk)
     decay = tl.load(DECAY + (token + j) * H + head, mask=j < size, other=0.0).to(tl.float64)
@@ -108,10 +120,9 @@ def _factors_kernel(
     distance = (total[:, None] - others[None, :]).to(tl.float32)
     gamma = tl.where(j[None, :] <= i[:, None], tl.exp(distance), 0.0)
     tl.store(GAMMA + at, gamma)
-    own, key_head = (i < size)[:, None], head // (H // KH)
-    rows = ((token + i) * KH + key_head)[:, None] * DK
-    columns = K + ((token + j) * KH + key_head)[None, :] * DK
-    there = (j < size)[None, :]
+    rows = _key(token + i, head, H, KH, DK)[:, None]
+    columns = K + _key(token + j, head, H, KH, DK)[None, :]
+    own, there = (i < size)[:, None], (j < size)[None, :]
     shared = tl.zeros([ROWS, _CHUNK], tl.float32)
     shared = _added(shared, K + rows, own, 1, columns, there, 1, DK, None)
     shared = tl.where(j[None, :] < i[:, None], shared * gamma, 0.0)
@@ -128,11 +139,10 @@ def _reads_kernel(
     DK: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """BK rows of W^T [n, H, DK, 64]."""
-    place = tl.program_id(0).to(tl.int64)
-    chunk, head = place // H, place % H
+    place, chunk, head = _place(H)
     i = tl.arange(0, _CHUNK)[None, :]
     d = _span(1, BK)[:, None]
-    key = K + (tl.load(TOKENS + chunk) * KH + head // (H // KH)) * DK + d
+    key = K + _key(tl.load(TOKENS + chunk), head, H, KH, DK) + d
     reads = _added(
         tl.zeros([BK, _CHUNK], tl.float32), key, d < DK, KH * DK,
         INVERSE + (place * _CHUNK + i) * _CHUNK, i < _CHUNK, 1, tl.load(SIZES + chunk),
@@ -147,8 +157,7 @@ def _outputs_kernel(
     BV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows and BV columns of P^T dO [n, H, 64, DV]."""
-    place = tl.program_id(0).to(tl.int64)
-    chunk, head = place // H, place % H
+    place, chunk, head = _place(H)
     i = _span(2, ROWS)[:, None]
     v = _span(1, BV)[None, :]
     given = D_OUTPUT + (tl.load(TOKENS + chunk) * H + head) * DV + v
@@ -165,8 +174,7 @@ def _fronts_kernel(
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """BK rows and BV columns of F [n, H, DK, DV]."""
-    place = tl.program_id(0).to(tl.int64)
-    chunk, head = place // H, place % H
+    place, chunk, head = _place(H)
     token, size = tl.load(TOKENS + chunk), tl.load(SIZES + chunk)
     d = _span(1, BK)[:, None]
     v = _span(2, BV)[None, :]
@@ -174,7 +182,7 @@ def _fronts_kernel(
         tl.zeros([BK, BV], tl.float32), READS + (place * DK + d) * _CHUNK, d < DK, 1,
         D_UPDATES + place * _CHUNK * DV + v, v < DV, DV, _CHUNK, None,
     )  # fmt: skip
-    query = Q + (token * KH + head // (H // KH)) * DK + d
+    query = Q + _key(token, head, H, KH, DK) + d
     given = D_OUTPUT + (token * H + head) * DV + v
     front = _added(
         -taken, query, d < DK, KH * DK, given, v < DV, H * DV, size, SEEN + place * _CHUNK
@@ -206,7 +214,7 @@ def _states_kernel(
         front = tl.load(of_front + d * DV, mask=inside, other=0.0)
         tl.store(of_front + d * DV, total, mask=inside)
         tl.debug_barrier()
-        key = K + ((tl.load(TOKENS + chunk) + i) * KH + head // (H // KH)) * DK
+        key = K + _key(tl.load(TOKENS + chunk) + i, head, H, KH, DK)
         sent = _added(
             tl.zeros([_CHUNK, BV], tl.float32), key, i < tl.load(SIZES + chunk), 1, of_front,
             v < DV, DV, DK, None,
@@ -231,14 +239,13 @@ def _told_kernel(
     """ROWS rows and BV columns of exp(G) (k S0) and r [n, H, 64, DV]; E dS1 is added to
     D_UPDATES, which is P^T dO.
     """
-    place = tl.program_id(0).to(tl.int64)
-    chunk, head = place // H, place % H
+    place, chunk, head = _place(H)
     token, own = tl.load(TOKENS + chunk), tl.load(STATES + chunk)
     i = _span(2, ROWS)[:, None]
     there = i < tl.load(SIZES + chunk)
     v = _span(1, BV)[None, :]
     of_row = (place * _CHUNK + i) * DV + v
-    key = K + ((token + i) * KH + head // (H // KH)) * DK
+    key = K + _key(token + i, head, H, KH, DK)
     told = _added(
         tl.zeros([ROWS, BV], tl.float32), key, there, 1,
         KEPT + (own * H + head) * DK * DV + v, (v < DV) & (own >= 0), DV, DK, None,
@@ -280,8 +287,7 @@ def _pairs_kernel(
     DV: tl.constexpr,
 ):  # fmt: skip
     """The gradients of P and of -A, [n, H, 64, 64], above the diagonals too."""
-    place = tl.program_id(0).to(tl.int64)
-    chunk, head = place // H, place % H
+    place, chunk, head = _place(H)
     i, j = tl.arange(0, _CHUNK)[:, None], tl.arange(0, _CHUNK)[None, :]
     at = (place * _CHUNK + i) * _CHUNK + j
     along, every = UPDATES + (place * _CHUNK + j) * DV, j < _CHUNK
@@ -301,8 +307,7 @@ def _ends_kernel(
     """BK columns of what q and k get by states: exp(G) (dO S0^T) and exp(G_63 - G) (u dS1^T), [n,
     H, 64, DK].
     """
-    place = tl.program_id(0).to(tl.int64)
-    chunk, head = place // H, place % H
+    place, chunk, head = _place(H)
     own = tl.load(STATES + chunk)
     i = tl.arange(0, _CHUNK)[:, None]
     d = _span(1, BK)[None, :]
@@ -328,8 +333,7 @@ def _passed_kernel(
     """FP64 [n, H]: exp(G_63) <S0, dS1>, what a chunk's last G gets by the state that is passed
     on.
     """
-    place = tl.program_id(0).to(tl.int64)
-    chunk, head = place // H, place % H
+    place, chunk, head = _place(H)
     own = tl.load(STATES + chunk)
     total = tl.zeros([PART, BV], tl.float64)
     column = tl.arange(0, BV)[None, :]
@@ -352,8 +356,7 @@ def _gates_kernel(
     """The gradients of v, g and beta of a chunk's rows; that of q . k in the place of D_READ_BY,
     that of k . k and its transposed in the place of D_OVERLAP.
     """
-    place = tl.program_id(0).to(tl.int64)
-    chunk, head = place // H, place % H
+    place, chunk, head = _place(H)
     i = tl.arange(0, _CHUNK)
     token = tl.load(TOKENS + chunk) + i
     there = i < tl.load(SIZES + chunk)
@@ -385,7 +388,7 @@ def _gates_kernel(
     for first in range(0, DK, BK):
         d = first + tl.arange(0, BK)[None, :]
         of_row = (place * _CHUNK + i[:, None]) * DK + d
-        of_key = (token[:, None] * KH + head // (H // KH)) * DK + d
+        of_key = _key(token[:, None], head, H, KH, DK) + d
         inside = there[:, None] & (d < DK)
         q = tl.load(Q + of_key, mask=inside, other=0.0)
         d_query = tl.load(D_QUERY + of_row, mask=inside, other=0.0)
@@ -403,19 +406,18 @@ def _gates_kernel(
 
 
 @triton.jit
-def _keys_kernel(
+def _chunk_keys_kernel(
     Q, K, TOKENS, SIZES, STATES, KEPT, BETA_SEEN, D_WANTED, D_READ_BY, D_OVERLAP, D_QUERY, D_ENDS,
     DQ_ROWS, DK_ROWS, H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows and BK columns of the gradients of q and k of a chunk's rows."""
-    place = tl.program_id(0).to(tl.int64)
-    chunk, head = place // H, place % H
+    place, chunk, head = _place(H)
     own, token, size = tl.load(STATES + chunk), tl.load(TOKENS + chunk), tl.load(SIZES + chunk)
     i = _span(2, ROWS)[:, None]
     d = _span(1, BK)[None, :]
     of_row, to = (place * _CHUNK + i) * DK + d, ((token + i) * H + head) * DK + d
-    of_keys = (token * KH + head // (H // KH)) * DK + d
+    of_keys = _key(token, head, H, KH, DK) + d
     every, inside = i < _CHUNK, (i < size) & (d < DK)
     of_pairs = place * (_CHUNK * _CHUNK)
     d_query = tl.load(D_QUERY + of_row, mask=inside, other=0.0)
@@ -471,7 +473,7 @@ def put_gradients(
 
     seen, left, betas, beta_seen = (empty(CHUNK) for _ in range(4))
     gamma, shared, read_by, overlap = (empty(CHUNK, CHUNK) for _ in range(4))
-    _factors_kernel[(programs, parts)](
+    _chunk_factors_kernel[(programs, parts)](
         rows.q, rows.k, rows.decay, rows.beta, *where, seen, left, betas, beta_seen, gamma, shared,
         read_by, overlap, heads, key_heads, key_dim, ROWS, num_warps=4,
     )  # fmt: skip
@@ -529,7 +531,7 @@ def put_gradients(
         d_overlap, d_query, d_ends, passed, dv_rows, d_decay, d_beta, heads, key_heads, key_dim,
         value_dim, keys, values, num_warps=8,
     )  # fmt: skip
-    _keys_kernel[(programs, of_keys, parts)](
+    _chunk_keys_kernel[(programs, of_keys, parts)](
         rows.q, rows.k, *where, *kept, beta_seen, d_wanted, d_read_by, d_overlap, d_query, d_ends,
         dq_rows, dk_rows, heads, key_heads, key_dim, value_dim, keys, ROWS, num_warps=4,
     )  # fmt: skip

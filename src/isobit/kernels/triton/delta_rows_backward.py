@@ -98,7 +98,7 @@ def _inputs_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _sums_kernel(
+def _convolution_sums_kernel(
     D_MIXED, X, POSITION, SUMS, tokens, channels, WIDTH: tl.constexpr, PLACES: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +155,7 @@ def rows_backward(
         d_mixed, weights.convolution, positions, dx, tokens, shape.channels, shape.width, ROWS,
         CHANNELS, num_warps=4,
     )  # fmt: skip
-    _sums_kernel[(blocks, of_channels)](
+    _convolution_sums_kernel[(blocks, of_channels)](
         d_mixed, x, positions, sums, tokens, shape.channels, shape.width,
         triton.next_power_of_2(shape.width), DELTA_TOKENS, SUMMED, CHANNELS, num_warps=4,
     )  # fmt: skip
