@@ -31,12 +31,12 @@ KERNELS = {
 }
 CONSTANTS = {
     "H": 32, "KH": 16, "DK": 128, "DV": 128, "BK": chunks.WIDEST, "BV": chunks.WIDEST,
-    "PART": 16, "WIDTH": 4, "SIZE": 128, "ROOT": 128**-0.5,
+    "PART": 16, "channels": 8192, "WIDTH": 4, "SIZE": 128, "ROOT": 128**-0.5,
     "TOKENS": DELTA_TOKENS, "CHANNELS": rows.CHANNELS, "PLACES": 4,
 }  # fmt: skip
 TYPES = {
     **dict.fromkeys(("X", "CONVOLUTION", "D_OUTPUT", "DX"), "*bf16"),
-    **dict.fromkeys(("tokens", "channels", "followed"), "i32"),
+    **dict.fromkeys(("tokens", "followed"), "i32"),
     **dict.fromkeys(("TOKENS", "POSITION", "STATES"), "*i64"),
     **dict.fromkeys(("SIZES", "FIRSTS", "LENGTHS"), "*i32"),
     "PASSED": "*fp64",

@@ -155,11 +155,13 @@ def test_the_state_of_a_chunk_that_begins() -> None:
 def test_rows(in_training: bool, tokens: int) -> None:
     vectors = delta_rows.vectors_at_once(tokens, 128, not in_training)
     constants: dict[str, Any] = HEADS | {"WIDTH": 4, "LEVELS": 7, "VECTORS": vectors}
-    constants |= {"ROOT": 128**-0.5}
+    by_place = tokens >= delta_rows.MANY_TOKENS
+    constants |= {"ROOT": 128**-0.5, "STEP": 1 if by_place else 4, "PLACE": 8192 if by_place else 1}
     constants |= dict.fromkeys(("READ", "WRITTEN", "INPUTS")) if in_training else {}
     made = compile_portable(delta_rows._rows_kernel, TYPES, constants, 4)
     assert "fma" not in made.ptx
     assert made.wide_loads and made.wide_stores
+    assert not (by_place and "ld.global.b16" in made.ptx)
     assert_assembles(made, {} if in_training else {100: 4, 103: 4})
 
 

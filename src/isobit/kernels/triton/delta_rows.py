@@ -103,9 +103,11 @@ def vectors_of_program(
 def _rows_kernel(
     X, CONVOLUTION, OWNER, POSITION, COUNT, TOKEN, READ, WRITTEN, INPUTS, Q, K, V, tokens,
     H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
-    LEVELS: tl.constexpr, VECTORS: tl.constexpr, ROOT: tl.constexpr,
+    LEVELS: tl.constexpr, VECTORS: tl.constexpr, ROOT: tl.constexpr, STEP: tl.constexpr,
+    PLACE: tl.constexpr,
 ):  # fmt: skip
     """One program VECTORS tokens of a head, padded to 2^LEVELS numbers; ROOT is 1 / sqrt(DK).
+    CONVOLUTION is STEP from channel to channel and PLACE from place to place.
     INPUTS, READ and WRITTEN may be None.
     """
     channels: tl.constexpr = 2 * KH * DK + H * DV
@@ -132,7 +134,7 @@ def _rows_kernel(
             seen = position + row - back
             before = inside & (row < back) & (seen >= 0)
             x = tl.where(before, tl.load(source + seen * channels, mask=before, other=0.0), x)
-        factor = tl.load(CONVOLUTION + channel * WIDTH + place, mask=inside, other=0.0)
+        factor = tl.load(CONVOLUTION + channel * STEP + place * PLACE, mask=inside, other=0.0)
         term = x.to(tl.float32) * factor.to(tl.float32)
         total = term if place == 0 else total + term
     active = silu(total.to(X.dtype.element_ty).to(tl.float32))
@@ -221,6 +223,13 @@ def vectors_at_once(tokens: int, size: int, is_paged: bool = False) -> int:
     return max(1, (FEW if is_paged or tokens < MANY_TOKENS else MANY) // size)
 
 
+def by_place(convolution: torch.Tensor) -> torch.Tensor:
+    """The same [channels, width], whose neighbours in memory are those of a place, so that one load
+    has several; worth its launch where tokens are many.
+    """
+    return convolution.t().contiguous().t()
+
+
 def rows_of(
     inputs: DeltaInputs,
     weights: DeltaWeights,
@@ -247,11 +256,12 @@ def rows_of(
     )  # fmt: skip
     size = padded(max(shape.key_dim, shape.value_dim))
     vectors = vectors_at_once(tokens, size, carries is not None)
+    convolution = weights.convolution if tokens < MANY_TOKENS else by_place(weights.convolution)
     _rows_kernel[(triton.cdiv(tokens, vectors), 2 * key_heads + heads)](
-        x, weights.convolution, owners, batch.positions, batch.counts, batch.tokens, batch.read,
+        x, convolution, owners, batch.positions, batch.counts, batch.tokens, batch.read,
         batch.written, None if carries is None else carries.inputs, rows.q, rows.k, rows.v, tokens,
         heads, key_heads, shape.key_dim, shape.value_dim, shape.width,
-        size.bit_length() - 1, vectors, shape.key_dim**-0.5,
+        size.bit_length() - 1, vectors, shape.key_dim**-0.5, *convolution.stride(),
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return rows

@@ -42,7 +42,7 @@ def _mixed_kernel(
     DK: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
     VECTORS: tl.constexpr, ROOT: tl.constexpr,
 ):  # fmt: skip
-    """One program VECTORS tokens of a head, as in the forward."""
+    """One program VECTORS tokens of a head, as in the forward.  CONVOLUTION [WIDTH, channels]."""
     channels: tl.constexpr = 2 * KH * DK + H * DV
     is_key, size, t, head = vectors_of_program(H, KH, DK, DV, VECTORS)
     i = tl.arange(0, SIZE)[None, :]
@@ -54,7 +54,7 @@ def _mixed_kernel(
         back = WIDTH - 1 - place
         at = (t - back) * channels + channel
         x = tl.load(X + at, mask=inside & (position >= back), other=0.0).to(tl.float32)
-        factor = tl.load(CONVOLUTION + channel * WIDTH + place, mask=inside, other=0.0)
+        factor = tl.load(CONVOLUTION + place * channels + channel, mask=inside, other=0.0)
         total += x * factor.to(tl.float32)
     m = total.to(X.dtype.element_ty).to(tl.float32)
     s = sigmoid(m)
@@ -79,10 +79,10 @@ def _mixed_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _inputs_kernel(
-    D_MIXED, CONVOLUTION, POSITION, DX, tokens, channels, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    D_MIXED, CONVOLUTION, POSITION, DX, tokens, channels: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """One program ROWS x CHANNELS of dx."""
+    """One program ROWS x CHANNELS of dx; CONVOLUTION [WIDTH, channels]."""
     t = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
     at = t * channels + channel
@@ -91,16 +91,16 @@ def _inputs_kernel(
         later = tl.load(POSITION + t + back, mask=t + back < tokens, other=0)
         is_its = (t + back < tokens) & (later >= back) & (channel < channels)
         sent = tl.load(D_MIXED + at + back * channels, mask=is_its, other=0.0)
-        place = CONVOLUTION + channel * WIDTH + (WIDTH - 1 - back)
-        dx += sent * tl.load(place, mask=channel < channels, other=0.0).to(tl.float32)
+        place = CONVOLUTION + (WIDTH - 1 - back) * channels + channel
+        dx += sent * tl.load(place, mask=is_its, other=0.0).to(tl.float32)
     inside = (t < tokens) & (channel < channels)
     tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _convolution_sums_kernel(
-    D_MIXED, X, POSITION, SUMS, tokens, channels, WIDTH: tl.constexpr, PLACES: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    D_MIXED, X, POSITION, SUMS, tokens, channels: tl.constexpr, WIDTH: tl.constexpr,
+    PLACES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """One program CHANNELS of dw of TOKENS tokens, ROWS at once; SUMS [blocks of tokens, WIDTH,
     channels].  PLACES is WIDTH, padded.
@@ -141,10 +141,11 @@ def rows_backward(
     tokens, heads, key_heads = len(x), shape.value_heads, shape.key_heads
     dq, dk, dv, d_decay, d_beta = d_rows
     d_mixed = torch.empty(tokens, shape.channels, dtype=torch.float32, device=x.device)
+    convolution = weights.convolution.t().contiguous()
     size = padded(max(shape.key_dim, shape.value_dim))
     vectors = vectors_at_once(tokens, size)
     _mixed_kernel[(triton.cdiv(tokens, vectors), 2 * key_heads + heads)](
-        x, weights.convolution, positions, dq, dk, dv, d_mixed, tokens, heads, key_heads,
+        x, convolution, positions, dq, dk, dv, d_mixed, tokens, heads, key_heads,
         shape.key_dim, shape.value_dim, shape.width, size, vectors,
         shape.key_dim**-0.5, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
@@ -152,7 +153,7 @@ def rows_backward(
     sums = d_mixed.new_empty(blocks, shape.width, shape.channels)
     of_channels = triton.cdiv(shape.channels, CHANNELS)
     _inputs_kernel[(triton.cdiv(tokens, ROWS), of_channels)](
-        d_mixed, weights.convolution, positions, dx, tokens, shape.channels, shape.width, ROWS,
+        d_mixed, convolution, positions, dx, tokens, shape.channels, shape.width, ROWS,
         CHANNELS, num_warps=4,
     )  # fmt: skip
     _convolution_sums_kernel[(blocks, of_channels)](
