@@ -92,7 +92,7 @@ def _place(H: tl.constexpr):
 
 @triton.jit
 def _key(token, head, H: tl.constexpr, KH: tl.constexpr, DK: tl.constexpr):
-    """The beginning of a token's key for a value head in [T, KH, DK], as its query does."""
+    """The beginning of a token's key for a value head in [T, KH, DK], and of its query."""
     return (token * KH + head // (H // KH)) * DK
 
 
