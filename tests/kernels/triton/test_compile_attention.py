@@ -35,7 +35,11 @@ SPILLED = {96: 144, 128: 144}
 """Bytes of a thread in prefill, by the size of a head: Q, the products of a tile and the sums of 16
 queries fill its 255 registers, and what the loop does not change waits in memory.
 """
-STACK = 160  # of sm_80, what is spilled and its padding
+SPILLED_IN_INT8 = {64: 160, 96: 768, 128: 784}
+"""The same in tiles of 128 keys, whose products alone are 64 registers, and as many their weights:
+some wait in memory in the loop too, for which decode takes 0.6 to 0.7 of its time.
+"""
+STACK = 800  # of sm_80, what is spilled and its padding
 SPILLED_BY_DECODE = {64: 48, 96: 8, 128: 8}
 """Where ptxas prefers five or four programs a multiprocessor to a few more registers."""
 
@@ -64,7 +68,7 @@ def decode(
     form = PORTABLE.form(DTYPES[format], dim)
     constants |= {"PAGE": PAGE_TOKENS, "N": 16, "STAGES": form.decode_stages, "SEALS": True}
     return compile_portable(
-        attention._decode_kernel, types, constants, 4, num_stages=form.decode_stages,
+        attention._decode_kernel, types, constants, form.decode_warps, num_stages=form.decode_stages,
         maxnreg=form.decode_registers, most_stack=STACK,
     )  # fmt: skip
 
@@ -113,7 +117,8 @@ def test_decode_and_prefill_multiply_alike(format: str, dim: int, split: bool, w
 def test_every_card(format: str, dim: int, split: bool, window: int) -> None:
     most = dict.fromkeys(SHARED, SPILLED_BY_DECODE.get(dim, 0) if format == "bf16" else 0)
     assert_assembles(decode(format, dim, split, window), most)
-    most = dict.fromkeys(SHARED, SPILLED.get(dim, 0))
+    spilled = SPILLED_IN_INT8 if format == "int8" else SPILLED
+    most = dict.fromkeys(SHARED, spilled.get(dim, 0))
     assert_assembles(prefill(format, dim, split, window), most)
 
 
@@ -126,7 +131,7 @@ def test_sinks(format: str, split: bool, window: int) -> None:
     assert products(some) == products(many)
     most = dict.fromkeys(SHARED, SPILLED_BY_DECODE[64] if format == "bf16" else 0)
     assert_assembles(some, most)
-    assert_assembles(many)
+    assert_assembles(many, dict.fromkeys(SHARED, SPILLED_IN_INT8[64] if format == "int8" else 0))
 
 
 @pytest.mark.exhaustive

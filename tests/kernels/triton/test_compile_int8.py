@@ -32,7 +32,8 @@ PRODUCT = "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32"
 
 SIZES = [
     (5, 4096, 4096),
-    (33, 24576, 4096),
+    (32, 24576, 4096),
+    (33, 4096, 4096),
     (100, 6144, 4096),
     (300, 1001, 200),
     (512, 4096, 12288),
@@ -74,7 +75,8 @@ def test_machine_code(m: int) -> None:
 def test_sizes_take_every_kind_of_tiles() -> None:
     cuts = [int8.cut_up(*size) for size in SIZES]
     kinds = {(cut.block_m, cut.splits > 1, cut.swaps) for cut in cuts if isinstance(cut, Tiles)}
-    wanted = {(16, True, True), (64, False, True), (64, False, False), (128, False, False)}
+    wanted = {(16, False, True), (32, False, True), (64, True, True)}
+    wanted |= {(64, False, False), (128, False, False)}
     assert kinds >= wanted
 
 
@@ -82,7 +84,7 @@ def test_sizes_take_every_kind_of_tiles() -> None:
 @pytest.mark.parametrize("out", ["*fp32", "*bf16"])
 @pytest.mark.parametrize("m", [33, 4096])
 def test_product_that_is_added(out: str, m: int) -> None:
-    made = product(int8.tiles(m, 4096, 4096, splits=False), 4096, adds=True, out=out)
+    made = product(int8.tiles(m, 4096, 4096, adds=True), 4096, adds=True, out=out)
     assert PRODUCT in made.ptx and "fma.rn.f32" not in made.ptx
     assert_assembles(made)
 

@@ -16,7 +16,7 @@ from tests.kernels.triton.test_compile_products import NO_SCALES, TYPES, bf16
 
 def compiled_for(generation: int) -> dict[str, str]:
     """The product of 64 rows in BF16, as a launch compiles it; PTX without the lines' numbers."""
-    cut = gemm.cut_of_bf16(64)
+    cut = gemm.cut_of_bf16(64, 4096)
     constants = NO_SCALES | {
         "BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "DEPTH": cut.depth, "SCALED": False,
         "WHOLE_K": True, "A_ROW": None, "B_ROW": None,

@@ -18,8 +18,9 @@ from isobit.kernels.triton.attention import Build, Form
 from isobit.precision.quant_tensor import E4M3
 
 _BITS8 = Form(
-    tile=128, decode_stages=3, decode_registers=128, queries=64, prefill_warps=4, prefill_stages=2
-)
+    tile=128, decode_stages=3, decode_registers=128, queries=64, prefill_warps=4, prefill_stages=2,
+    few_stages=5,
+)  # fmt: skip
 _BF16 = Form(
     tile=64, decode_stages=5, decode_registers=None, queries=128, prefill_warps=8, prefill_stages=3
 )

@@ -30,7 +30,14 @@ from isobit.kernels.hopper.sizes import (
     SPLIT_PROGRAMS,
     UNSPLIT_ROWS,
 )
-from isobit.kernels.triton.int8 import Dots, Tiles, multiply, number_of_splits, scaled
+from isobit.kernels.triton.int8 import (
+    Dots,
+    Tiles,
+    multiply,
+    number_of_splits,
+    scaled,
+    whole_depth,
+)
 from isobit.precision.quant_tensor import BLOCK, Int8Rows
 
 _ONE_WAVE = 64 * PROGRAMS  # rows of W: a tile of 64 for each multiprocessor
@@ -64,10 +71,10 @@ def _unsplit(m: int, n: int, k: int) -> Tiles:
     """The smallest tiles of W that all run at once."""
     block_m = max(16, triton.next_power_of_2(m))
     if n <= 16 * PROGRAMS:
-        return Tiles(block_m, 16, 1, 6, swaps=True, depth=_depth(k, 512), warps=2)
+        return Tiles(block_m, 16, 1, 6, swaps=True, depth=whole_depth(k, 512), warps=2)
     if n <= 32 * PROGRAMS:
-        return Tiles(block_m, 32, 1, 6, swaps=True, depth=_depth(k, 512))
-    return Tiles(block_m, 64, 1, 6, swaps=True, depth=_depth(k, 256 if n <= _ONE_WAVE else 128))
+        return Tiles(block_m, 32, 1, 6, swaps=True, depth=whole_depth(k, 512))
+    return Tiles(block_m, 64, 1, 6, swaps=True, depth=whole_depth(k, 256 if n <= _ONE_WAVE else 128))
 
 
 def _split(m: int, n: int, k: int) -> Tiles:
@@ -78,7 +85,7 @@ def _split(m: int, n: int, k: int) -> Tiles:
         return Tiles(64 if n < 256 * PROGRAMS else 128, 128, 1, 3, swaps=False)
     splits = number_of_splits(n, k, MOST_SPLITS, SPLIT_PROGRAMS)
     if m <= 64:
-        return Tiles(64, 64, splits, 4, swaps=True, depth=_depth(k, 256))
+        return Tiles(64, 64, splits, 4, swaps=True, depth=whole_depth(k, 256))
     return Tiles(128, 64, splits, 6, swaps=True)
 
 
@@ -95,11 +102,6 @@ def _persistent(m: int, n: int) -> Persistent:
     if large > 0.75 * slots and rounds[0] <= rounds[1]:
         return Persistent(128, 128, 3)
     return Persistent(64, 128, 4)
-
-
-def _depth(k: int, most: int) -> int:
-    """The largest power of two from ``BLOCK`` to ``most`` that divides k, or ``BLOCK``."""
-    return max(BLOCK, min(most, k & -k))
 
 
 @triton.jit(do_not_specialize=["m"])

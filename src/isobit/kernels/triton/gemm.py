@@ -28,6 +28,7 @@ import triton.language as tl
 from isobit.kernels.triton.device_functions import runs
 from isobit.kernels.triton.e4m3 import PRODUCT_SCALE, decoded
 from isobit.kernels.triton.quantise import QuantRows
+from isobit.kernels.triton.sizes import SPLIT_PROGRAMS
 from isobit.precision.quant_tensor import QuantTensor
 
 _BLOCK = 128
@@ -169,7 +170,7 @@ def _bf16_gemm(
     if out is None:
         out = torch.empty((m, n), dtype=dtype, device=a.device)
     if m:
-        launch(a, b, out, cut_of_bf16(m), turned=turned)
+        launch(a, b, out, cut_of_bf16(m, n), turned=turned)
     return out
 
 
@@ -184,9 +185,9 @@ def cut_of_bytes(m: int) -> Cut:
     return Cut(block_m, 4 if block_m < 128 else 8, 3)
 
 
-def cut_of_bf16(m: int) -> Cut:
-    """Few rows take narrow tiles, so that more multiprocessors read B."""
+def cut_of_bf16(m: int, n: int) -> Cut:
+    """Few rows take narrow tiles where B has few, so that more multiprocessors read it."""
     block_m = tile(m)
     if block_m < 64:
-        return Cut(block_m, 4, 4, block_n=32, depth=_BLOCK)
-    return Cut(block_m, 4 if block_m < 128 else 8, 3, depth=64)
+        return Cut(block_m, 4, 4, block_n=32 if n <= 64 * SPLIT_PROGRAMS else 64)
+    return Cut(block_m, 4, 3, depth=64)

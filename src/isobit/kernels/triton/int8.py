@@ -63,15 +63,27 @@ def cut_up(m: int, n: int, k: int) -> Cut:
     return Dots(2 if m <= 2 else 4) if m <= 4 else tiles(m, n, k)
 
 
-def tiles(m: int, n: int, k: int, splits: bool = True) -> Tiles:
-    """Tiles of any number of rows; with ``splits``, K may be cut up."""
-    if m > 128:
-        return Tiles(128, 128, 1, 4, swaps=False, depth=64, warps=8)
+def tiles(m: int, n: int, k: int, adds: bool = False) -> Tiles:
+    """Tiles of any number of rows.  Where a product ``adds``, K is in one part, and eight warps
+    have the registers for what is added.
+    """
     if m > 64:
-        return Tiles(64, 128, 1, 4, swaps=False, depth=64)
+        large = triton.cdiv(m, 128) * triton.cdiv(n, 128)
+        if m <= 128 or large < SPLIT_PROGRAMS:
+            return Tiles(64, 128, 1, 3, swaps=False)
+        return Tiles(128, 128, 1, 3, swaps=False, warps=8 if adds else 4)
     block_m = max(16, triton.next_power_of_2(m))
-    parts = number_of_splits(n, k, MOST_SPLITS, SPLIT_PROGRAMS) if splits else 1
-    return Tiles(block_m, 64, parts, 4, swaps=True)
+    if n > 64 * SPLIT_PROGRAMS:
+        return Tiles(block_m, 64, 1, 4, swaps=True)
+    if m <= 32:
+        return Tiles(block_m, 32, 1, 4, swaps=True, depth=whole_depth(k, 512), warps=2)
+    parts = 1 if adds else number_of_splits(n, k, MOST_SPLITS, SPLIT_PROGRAMS)
+    return Tiles(block_m, 32, parts, 6, swaps=True, warps=2)
+
+
+def whole_depth(k: int, most: int) -> int:
+    """The largest power of two from ``BLOCK`` to ``most`` that divides k, or ``BLOCK``."""
+    return max(BLOCK, min(most, k & -k))
 
 
 def number_of_splits(n: int, k: int, most: int, programs: int) -> int:
@@ -268,7 +280,7 @@ def add_product(
     assert out.shape == (m, n)
     assert all(one.is_contiguous() for one in (out, out if before is None else before))
     assert row == weight.values.stride(0)
-    cut = tiles(m, n, k, splits=False)
+    cut = tiles(m, n, k, adds=True)
     _multiply_tiles(x, weight, cut, out, before, True, None if row == k else row)
 
 

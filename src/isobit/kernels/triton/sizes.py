@@ -7,7 +7,7 @@ and 4 a row.
                  2 (H + 2 G) D in BF16; and 4 H of log-sum-exps
     attention's  4 H R + 4 G R + 8 H of copies in which every sequence is whole tiles, and
     backward     8 H + 4 G of scales in INT8; R is D, or the next power of two
-    product      INT8 of 5 to 64 tokens: INT32 sums of up to 8 parts of K, in fewer than twice as
+    product      INT8 of 33 to 64 tokens: INT32 sums of up to 8 parts of K, in fewer than twice as
                  many tiles of 64 columns as keep cards busy
     lm_head      2 C T + 4 V rows scoring, 6 C T + 4 V rows forward, 6 C T + (6 V + 4 C) rows
                  backward: a part of the logits of about 1 GiB; logits and their gradient of 2 GiB
@@ -66,7 +66,7 @@ DELTA_CHUNKS = 32  # that the backward of the delta rule takes at once
 DELTA_TOKENS = 256  # of a sum of its convolution's gradient
 HEAD_ROWS = 64  # the fastest products take lm_head's rows in whole tiles of so many
 _TILE = 128
-SPLIT_ROWS = 5, 64  # of an INT8 product that reads K in parts, the fewest and the most
+SPLIT_ROWS = 33, 64  # of an INT8 product that reads K in parts, the fewest and the most
 MOST_SPLITS = 8  # parts of K,
 SPLIT_PROGRAMS = 96  # until so many programs, which keep most cards busy, have 64 columns each
 _SCORED = 48  # ids, positions and figures of a token
