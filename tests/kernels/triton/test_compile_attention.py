@@ -68,8 +68,8 @@ def decode(
     form = PORTABLE.form(DTYPES[format], dim)
     constants |= {"PAGE": PAGE_TOKENS, "N": 16, "STAGES": form.decode_stages, "SEALS": True}
     return compile_portable(
-        attention._decode_kernel, types, constants, form.decode_warps, num_stages=form.decode_stages,
-        maxnreg=form.decode_registers, most_stack=STACK,
+        attention._decode_kernel, types, constants, form.decode_warps,
+        num_stages=form.decode_stages, maxnreg=form.decode_registers, most_stack=STACK,
     )  # fmt: skip
 
 

@@ -74,7 +74,9 @@ def _unsplit(m: int, n: int, k: int) -> Tiles:
         return Tiles(block_m, 16, 1, 6, swaps=True, depth=whole_depth(k, 512), warps=2)
     if n <= 32 * PROGRAMS:
         return Tiles(block_m, 32, 1, 6, swaps=True, depth=whole_depth(k, 512))
-    return Tiles(block_m, 64, 1, 6, swaps=True, depth=whole_depth(k, 256 if n <= _ONE_WAVE else 128))
+    return Tiles(
+        block_m, 64, 1, 6, swaps=True, depth=whole_depth(k, 256 if n <= _ONE_WAVE else 128)
+    )
 
 
 def _split(m: int, n: int, k: int) -> Tiles:
