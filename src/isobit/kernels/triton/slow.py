@@ -38,7 +38,7 @@ def slow_on(flow: PrecisionFlow, name: str, generation: int) -> list[str]:
     if generation == _HOPPER:
         lines.append(
             "the portable kernels train at half of the speed of the back end 'hopper', and decode "
-            "at 0.6 to 0.8 of it (measured, 8B in INT8)"
+            "at 0.7 to 0.98 of it (measured, 8B)"
         )
     elif generation == _DATA_CENTRE_BLACKWELL:
         lines.append(
