@@ -81,8 +81,8 @@ def test_a_step_is_scaled_by_the_sheets() -> None:
     assert fp8.training / time("h200", "fp8").training > 989.4 / 165.2, "E4M3 runs as FP16"
     assert fp8.training > 1.5 * small.training
     portable = time(GPUS["h200"].by("triton"))
-    assert 0.5 < here.training / portable.training < 0.56
-    assert 0.55 < here.rollout / portable.rollout < 0.8
+    assert 0.55 < here.training / portable.training < 0.62
+    assert 0.8 < here.rollout / portable.rollout < 0.98
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_a_step_is_scaled_by_the_sheets() -> None:
         ("h200", "auto", "fp8", ""),
         ("rtx4090", "auto", "int8", "1.01 TB/s, 661 TOPS in INT8 and 165 TFLOPS in FP16"),
         ("rtx4090", "auto", "fp8", "E4M3 count as such of FP16"),
-        ("b200", "auto", "int8", "products at 0.53 of the speed of Hopper's"),
-        ("h200", "triton", "int8", "products at 0.53 of the speed of Hopper's"),
+        ("b200", "auto", "int8", "products at 0.59 of the speed of Hopper's"),
+        ("h200", "triton", "int8", "products at 0.59 of the speed of Hopper's"),
     ],
 )
 def test_what_a_time_was_scaled_by_is_said(
