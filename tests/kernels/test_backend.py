@@ -14,6 +14,7 @@ from isobit.kernels.backend import DeviceChoice, ModelNeeds, backend_of, choose_
 from isobit.kernels.hopper import support as hopper_support
 from isobit.kernels.spec import backend as spec_backend
 from isobit.kernels.triton import support as triton_support
+from isobit.kernels.triton.attention import PART
 from isobit.util.errors import ConfigError
 
 FOLDERS = ["spec", "hopper", "triton"]
@@ -156,7 +157,7 @@ def test_captured_steps_and_transfers_of_the_specification_are_the_things_themse
     assert [int(captured.replay()[0]) for _ in range(3)] == [1, 2, 3]
     x = torch.randn(3)
     assert made.to_device(x) is x and made.to_host([x]).wait()[0] is x
-    assert made.reach(777) == 777
+    assert made.reach(777, 1) == 777
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
@@ -315,7 +316,10 @@ def test_heads_that_gpus_compute(heads: tuple[int, int, int], fits: bool) -> Non
     assert support("cpu").model_problem(needs) is None
 
 
-def test_a_captured_step_on_hopper_reaches_the_next_doubling_of_parts() -> None:
+def test_a_captured_step_on_hopper_reaches_four_times_as_many_parts() -> None:
     made = module_of("hopper", "backend").HopperBackend(torch.device("cuda"))
-    lengths = (1, 8192, 8193, 16384, 16385, 40960)
-    assert [made.reach(n) // 8192 for n in lengths] == [1, 1, 2, 2, 4, 8]
+    parts = (0.5, 1, 1.5, 4, 4.5, 16, 17)
+    lengths = [int(PART * n) for n in parts]
+    assert [made.reach(n, 64) // PART for n in lengths] == [1, 1, 4, 4, 16, 16, 64]
+    assert [made.reach(n, 65) == PART for n in lengths] == [n <= 1 for n in parts]
+    assert made.reach(lengths[2], 65) == made.reach(lengths[-1], 65) > 1 << 24, "in order"

@@ -306,8 +306,10 @@ class Backend(Protocol):
         """
         ...
 
-    def reach(self, length: int) -> int:
-        """The longest sequence that a step captured for sequences of ``length`` tokens serves."""
+    def reach(self, length: int, rows: int) -> int:
+        """The longest sequence that a step served which is captured for so many rows and sequences
+        of ``length`` tokens.
+        """
         ...
 
     # Backward

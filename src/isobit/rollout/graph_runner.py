@@ -311,7 +311,7 @@ class GraphRunner:
             samples, columns = _with_guesses(samples, columns[0])
         n, sizes = len(samples), self._verified_sizes if verifies else self._sizes
         size, filtered = next(size for size in sizes if size >= n), truncates(samples)
-        reach, adapter = self._backend.reach(longest), samples[0].adapter
+        reach, adapter = self._backend.reach(longest, size), samples[0].adapter
         step = self._captured(_StepKey(size, reach, filtered, adapter, verifies))
         rows = self._rows[: len(columns), :size]
         padding = [self._state.padding, -1, 0][: len(columns)]
@@ -346,7 +346,7 @@ class GraphRunner:
         on a straight line.
         """
         size = next(size for size in self._verified_sizes if size >= rows)
-        reach = self._backend.reach(length)
+        reach = self._backend.reach(length, size)
         if (size, reach) not in self._seconds:
             key = _StepKey(size, reach, False, None, verifies=True)
             ranks = self._policy.weights("rollout").tensor_parallel.world.size

@@ -145,8 +145,9 @@ class SpecBackend:
     ) -> "_Step":
         return _Step(step)
 
-    def reach(self, length: int) -> int:
+    def reach(self, length: int, rows: int) -> int:
         """Every step reads its own lengths, so a captured step has no reach of its own."""
+        del rows
         return length
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,9 @@ nothing; parts are joined in ascending order:
 
     M' = max(M, m)    O' = o 2^(m - M') + O 2^(M - M')    L' = l 2^(m - M') + L 2^(M - M')
 
-Decode runs the parts of a sequence in parallel and joins them in a second kernel; prefill has a
-launch for each part.  Both do the same operations on the same numbers, because
+Decode runs the parts of few sequences in parallel and joins them in a second kernel, and those of
+many one after the other; prefill has a launch for each part.  All do the same operations on the
+same numbers, because
 
   - Tiles and parts start at multiples of their size from the sequence's position 0.
   - A product's bits depend on the instruction and on the order of its inner sum only, which are the
@@ -81,6 +82,7 @@ from isobit.precision.quant_tensor import AMAX_FLOOR, E4M3
 
 PART = 8192
 FEW_PROGRAMS = 128  # which have a multiprocessor each on the cards that have most memory
+FEW_SEQUENCES = 64  # whose parts have programs of their own in decode
 _SMALLEST_SCALE = tl.constexpr(AMAX_FLOOR / 128)  # below every FP32 scale
 _COLUMNS = MOST_QUERY_HEADS  # query heads of one decode program, padded
 SCALES = {E4M3: torch.uint8, torch.int8: torch.float32}
@@ -317,54 +319,28 @@ def _with_sink(o, m, l, SINKS, head, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _decode_kernel(
-    Q, Q_SCALE, K, K_SCALE, V, V_SCALE, SINKS, TABLE, LENGTH, O, LSE, PART_O, PART_M, PART_L, c,
-    table_stride,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, PART: tl.constexpr, N: tl.constexpr,
-    STAGES: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr, SEALS: tl.constexpr,
+def _decode_part(
+    q, q_scale, K, K_SCALE, V, V_SCALE, table, g, c, start, end, first_seen,
+    G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    N: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr, SEALS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One program a KV head, sequence and part: the H / G query heads that share the KV head,
-    padded to N columns.  Parts count from the first that holds a key the query sees.
+    """The keys from ``start``, where a tile begins, to ``end`` of a sequence's pages, for N queries
+    of a KV head that all see what is between ``first_seen`` and ``end``: the sums of V [WIDTH, N],
+    the maximum and the sum.
 
     Keys or D are down and query heads across: [TILE, D] K times [D, N] Q, then [D, TILE] V^T times
     [TILE, N] P.  So the side of 64 rows that wgmma needs is full.
     """
-    R: tl.constexpr = H // G
     BYTES: tl.constexpr = K.dtype.element_ty == tl.uint8
     ZERO: tl.constexpr = None if D == WIDTH else 0.0
-    g = tl.program_id(0)
-    b = tl.program_id(1)
-    part = tl.program_id(2)
-    length = tl.load(LENGTH + b)
-    first_seen = _first_seen(length - 1, WINDOW)
-    start = part * PART
-    if WINDOW:
-        start += first_seen // PART * PART
-    if start >= length:
-        return
-    end = tl.minimum(length, start + PART)
-    if WINDOW:
-        start = tl.maximum(start, first_seen // TILE * TILE)
-
-    # Q of the group's heads is read once.  Columns beyond R repeat addresses, hold zeros and are
-    # not stored.
-    n = tl.arange(0, N)
-    head = g * R + n % R
-    valid = n < R
     d = tl.arange(0, WIDTH)
     t = tl.arange(0, TILE)
-    table = TABLE + b * table_stride
-    row = b * H + head
     along = (d < D)[None, :] if D < WIDTH else None
     down = (d < D)[:, None] if D < WIDTH else None
-    stored = _within(valid[None, :], d, D, WIDTH, 1)
-    q = _multiplied(tl.load(Q + row[None, :] * D + d[:, None], mask=stored, other=0.0))
     m = tl.full([N], -float("inf"), tl.float32)
     l = tl.zeros([4, 8, N], tl.float32)
     acc = tl.zeros([WIDTH, N], tl.float32)
-    q_scale = tl.load(Q_SCALE + row, mask=valid, other=0.0) * c if SCALED else None
 
     # ``page`` counts slabs [page, G]: one KV head of one page, PAGE tokens.
     if SCALED:
@@ -406,10 +382,66 @@ def _decode_kernel(
             at = V + page * (PAGE * D) + rows[:, None] * D + d[None, :]
             v = tl.load(at, mask=along, other=ZERO)
             acc = tl.dot(tl.trans(v), p.to(tl.bfloat16), acc * decay[None, :])
-    total = _final_sum(l, N, True)
+    return acc, m, _final_sum(l, N, True)
 
-    # One of several parts leaves o, m and l in FP32, [B, parts, H], to ``_join_kernel``.
-    if SPLIT:
+
+@triton.jit
+def _decode_kernel(
+    Q, Q_SCALE, K, K_SCALE, V, V_SCALE, SINKS, TABLE, LENGTH, O, LSE, PART_O, PART_M, PART_L, c,
+    table_stride,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, PART: tl.constexpr, N: tl.constexpr,
+    STAGES: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr, SEALS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """One program a KV head and sequence, or if PARTS is "apart" a part of it: the H / G query
+    heads that share the KV head, padded to N columns.  Parts count from the first that holds a key
+    the query sees; there is "one", or a program joins them "in order".
+    """
+    R: tl.constexpr = H // G
+    g = tl.program_id(0)
+    b = tl.program_id(1)
+    part = tl.program_id(2)
+    length = tl.load(LENGTH + b)
+    first_seen = _first_seen(length - 1, WINDOW)
+    start = part * PART
+    if WINDOW:
+        start += first_seen // PART * PART
+    if start >= length:
+        return
+
+    # Q of the group's heads is read once.  Columns beyond R repeat addresses, hold zeros and are
+    # not stored.
+    n = tl.arange(0, N)
+    head = g * R + n % R
+    valid = n < R
+    d = tl.arange(0, WIDTH)
+    table = TABLE + b * table_stride
+    row = b * H + head
+    stored = _within(valid[None, :], d, D, WIDTH, 1)
+    q = _multiplied(tl.load(Q + row[None, :] * D + d[:, None], mask=stored, other=0.0))
+    q_scale = tl.load(Q_SCALE + row, mask=valid, other=0.0) * c if SCALED else None
+    first = tl.maximum(start, first_seen // TILE * TILE) if WINDOW else start
+    if PARTS == "in order":
+        acc = tl.zeros([WIDTH, N], tl.float32)
+        m = tl.full([N], -float("inf"), tl.float32)
+        total = tl.zeros([N], tl.float32)
+        for begin in tl.range(start, length, PART):
+            o, part_m, part_total = _decode_part(
+                q, q_scale, K, K_SCALE, V, V_SCALE, table, g, c, tl.maximum(begin, first),
+                tl.minimum(length, begin + PART), first_seen,
+                G, D, WIDTH, PAGE, TILE, N, STAGES, SCALED, SEALS, WINDOW,
+            )  # fmt: skip
+            acc, m, total = _added(acc, m, total, o, part_m, part_total, 0)
+    else:
+        acc, m, total = _decode_part(
+            q, q_scale, K, K_SCALE, V, V_SCALE, table, g, c, first,
+            tl.minimum(length, start + PART), first_seen,
+            G, D, WIDTH, PAGE, TILE, N, STAGES, SCALED, SEALS, WINDOW,
+        )  # fmt: skip
+
+    # Parts apart leave o, m and l in FP32, [B, parts, H], to ``_join_kernel``.
+    if PARTS == "apart":
         part_row = (b.to(tl.int64) * tl.num_programs(2) + part) * H + head
         tl.store(PART_O + part_row[None, :] * D + d[:, None], acc, mask=stored)
         tl.store(PART_M + part_row, m, mask=valid)
@@ -426,15 +458,27 @@ def _decode_kernel(
 
 @triton.jit
 def _join(o, m, l, part_o, part_m, part_l, AXIS: tl.constexpr):
-    """Join a part to the earlier ones; o is [queries, D] with AXIS 1, [D] of one query with 0."""
+    """Join a part to the earlier ones; o has D along AXIS, or alone."""
     m_new = tl.maximum(m, part_m)
     old = tl.math.exp2(m - m_new)
     new = tl.math.exp2(part_m - m_new)
-    if AXIS == 1:
-        o = tl.math.fma(part_o, tl.broadcast_to(new[:, None], part_o.shape), o * old[:, None])
-    else:
+    if AXIS is None:
         o = tl.math.fma(part_o, new, o * old)
+    else:
+        by_query = tl.broadcast_to(tl.expand_dims(new, AXIS), part_o.shape)
+        o = tl.math.fma(part_o, by_query, o * tl.expand_dims(old, AXIS))
     return o, m_new, tl.math.fma(part_l, new, l * old)
+
+
+@triton.jit
+def _added(o, m, l, part_o, part_m, part_l, AXIS: tl.constexpr):
+    """``_join``, or the part as it is where no key was seen before: not even a zero's sign changes
+    then.
+    """
+    joined_o, joined_m, joined_l = _join(o, m, l, part_o, part_m, part_l, AXIS)
+    is_first = m == -float("inf")
+    o = tl.where(tl.expand_dims(is_first, AXIS), part_o, joined_o)
+    return o, tl.where(is_first, part_m, joined_m), tl.where(is_first, part_l, joined_l)
 
 
 @triton.jit
@@ -457,7 +501,7 @@ def _join_kernel(
     for _ in range(1, parts):
         row += H
         part_o = tl.load(PART_O + row * D + d, mask=inside, other=ZERO)
-        o, m, l = _join(o, m, l, part_o, tl.load(PART_M + row), tl.load(PART_L + row), 0)
+        o, m, l = _join(o, m, l, part_o, tl.load(PART_M + row), tl.load(PART_L + row), None)
     o, m, l = _with_sink(o, m, l, SINKS, h, None)
     o = (o * (1.0 / l)).to(tl.bfloat16)
     tl.store(O + (b * H + h) * D + d, o, mask=inside)
@@ -700,29 +744,32 @@ def decode_attention(
     batch, heads, dim = queries.shape
     kv_heads = pages.keys.shape[1]
     form = checked(queries, query_scales, pages, build)
-    parts = triton.cdiv(max_length, PART)  # beyond a sequence's end, programs return at once
+    parts = triton.cdiv(max_length, PART)
     if window is not None:
         parts = min(parts, triton.cdiv(window - 1, PART) + 1)
+    apart = parts > 1 and batch <= FEW_SEQUENCES
     output = torch.empty((batch, heads, dim), dtype=torch.bfloat16, device=queries.device)
     log_sum_exp = torch.empty((batch, heads), dtype=torch.float32, device=queries.device)
-    part_output, part_max, part_sum = output, log_sum_exp, log_sum_exp  # unused with one part
-    if parts > 1:
+    part_output, part_max, part_sum = output, log_sum_exp, log_sum_exp  # unused but by parts apart
+    if apart:
         part_output = log_sum_exp.new_empty((batch, parts, heads, dim))
         part_max, part_sum = log_sum_exp.new_empty((2, batch, parts, heads))
     (q, k, v), c = as_read(build, queries, pages.keys, pages.values)
     width, stages = triton.next_power_of_2(dim), form.decode_stages
-    if form.few_stages is not None and kv_heads * batch * parts <= FEW_PROGRAMS:
+    programs = parts if apart else 1  # beyond a sequence's end they return at once
+    if form.few_stages is not None and kv_heads * batch * programs <= FEW_PROGRAMS:
         stages = form.few_stages
-    _decode_kernel[(kv_heads, batch, parts)](
+    _decode_kernel[(kv_heads, batch, programs)](
         q, query_scales, k, pages.key_scales, v, pages.value_scales, sinks,
         table, lengths, output, log_sum_exp,
         part_output, part_max, part_sum, c, table.stride(0),
         heads, kv_heads, dim, width, PAGE_TOKENS, form.tile, PART, _COLUMNS, stages,
-        parts > 1, query_scales is not None, build.is_portable, window or 0,
+        "one" if parts == 1 else "apart" if apart else "in order",
+        query_scales is not None, build.is_portable, window or 0,
         num_warps=form.decode_warps, num_stages=stages, maxnreg=form.decode_registers,
         enable_fp_fusion=False,
     )  # fmt: skip
-    if parts > 1:
+    if apart:
         _join_kernel[(heads, batch)](
             part_output, part_max, part_sum, sinks, lengths, output, log_sum_exp, parts, heads, dim,
             width, PART, window or 0, num_warps=1, enable_fp_fusion=False,

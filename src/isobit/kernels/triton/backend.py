@@ -20,7 +20,7 @@ from isobit.kernels.triton import (
     sampling,
 )
 from isobit.kernels.triton import sizes as portable_sizes
-from isobit.kernels.triton.attention import PART
+from isobit.kernels.triton.attention import FEW_SEQUENCES, PART
 from isobit.kernels.triton.hybrid import TritonHybrid
 from isobit.kernels.triton.lowering import lower_for_sm_80
 from isobit.kernels.triton.memory import (
@@ -34,6 +34,8 @@ from isobit.kernels.triton.products import PortableProducts, Products
 from isobit.kernels.triton.slow import slow_here
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import QuantTensor, ScaleKind
+
+_ANY_LENGTH = 1 << 30  # of a sequence
 
 
 class TritonBackend:
@@ -122,9 +124,13 @@ class TritonBackend:
         assert beside is None or isinstance(beside, CapturedGraph)
         return CapturedGraph(step, beside)
 
-    def reach(self, length: int) -> int:
-        """Attention is launched over 1, 2, 4, .. parts of the KV range."""
-        return PART << (-(-length // PART) - 1).bit_length()
+    def reach(self, length: int, rows: int) -> int:
+        """Attention has 1, 4, 16, .. parts of the KV range side by side, or any number in order."""
+        if length <= PART:
+            return PART
+        if rows > FEW_SEQUENCES:
+            return _ANY_LENGTH
+        return PART << 2 * (((-(-length // PART) - 1).bit_length() + 1) // 2)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return to_device(tensor, self.device)
