@@ -123,7 +123,7 @@ def test_steps_are_captured_once_for_a_size_and_replayed(monkeypatch: pytest.Mon
         return capture(self, step, beside)
 
     monkeypatch.setattr(SpecBackend, "capture", counting)
-    monkeypatch.setattr(SpecBackend, "reach", lambda self, length: 256)
+    monkeypatch.setattr(SpecBackend, "reach", lambda self, length, rows: 256)
     policy, wanted = policy_of("fp8"), requests()
     direct, pipelined, engine, runner = generate_both(policy, wanted)
     assert pipelined == direct
@@ -201,7 +201,7 @@ def test_steps_are_measured_once_and_leave_no_trace(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(graph_runner, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(graph_runner, "_measured", {})
     monkeypatch.setattr(SpecBackend, "capture", capture)
-    monkeypatch.setattr(SpecBackend, "reach", lambda self, length: 256)
+    monkeypatch.setattr(SpecBackend, "reach", lambda self, length, rows: 256)
     policy, wanted = policy_of("fp8"), requests()
     engine, (runner,) = make_engine(policy, speculation=4)
     assert runner.step_seconds(3, 0) == 1.0 and runner.step_seconds(4, 100) == 51.0
