@@ -28,17 +28,25 @@ def test_what_is_written_beforehand_is_sampled_by_weights_of_so_many_steps(
 @settings(max_examples=300, deadline=None)
 @given(
     staleness=st.integers(0, 4),
+    lowered=st.none() | st.tuples(st.integers(2, 8), st.integers(0, 3)),
     per_step=st.integers(1, 4),
     steps=st.integers(1, 8),
     data=st.data(),
 )
 def test_whatever_ends_first_no_step_is_late_and_each_group_is_learnt_from_once(
-    staleness: int, per_step: int, steps: int, data: st.DataObject
+    staleness: int,
+    lowered: tuple[int, int] | None,
+    per_step: int,
+    steps: int,
+    data: st.DataObject,
 ) -> None:
+    """Also where a run is resumed with a smaller bound, to which older groups do not keep."""
     schedule = Schedule(staleness, per_step, steps)
     begun, learnt = 0, list[int]()
     open_groups: list[tuple[int, int, bool]] = []  # number, begun_after, is_whole
     for step in range(1, steps + 1):
+        if lowered is not None and lowered[0] == step:
+            schedule = Schedule(min(staleness, lowered[1]), per_step, steps)
         while True:
             while begun < schedule.groups_begun(step - 1) and data.draw(st.booleans()):
                 open_groups.append((begun, step - 1, False))

@@ -23,7 +23,7 @@ from isobit.run.free_batches import FreeBatches
 from isobit.run.loop import train
 from isobit.run.rollouter_process import train_by_ranks
 from isobit.training.step import Learner
-from isobit.util.errors import ConfigError, PeerError
+from isobit.util.errors import CheckpointError, ConfigError, PeerError
 from tests.rollout.served import served
 from tests.run.test_lag import REWARD, Killed, die_after_saving, outcome, steps_of
 from tests.run.test_ranks import write_model
@@ -136,13 +136,14 @@ class Hurried:
     ``schedule.jsonl`` has.
     """
 
-    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._state = seed
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch, turns: int = 0) -> None:
+        """``turns`` are those that come behind each choice in any case."""
+        self._state, least = seed, turns
         turns = SharedGroups._turns
 
         def more(shared: SharedGroups, choose: Choose, *arguments: Any) -> list[int]:
             places = turns(shared, choose, *arguments)
-            for _ in range(self._random() % 5):
+            for _ in range(least + self._random() % 5):
                 shared.open.turn()
             return places
 
@@ -151,6 +152,45 @@ class Hurried:
     def _random(self) -> int:
         self._state = self._state * 1103515245 + 12345 & 0x7FFFFFFF
         return self._state >> 16
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("before", "after", "steps"), [(4, 1, 6), (4, 2, 4), (4, 4, 3), (1, 3, 5)])
+def test_other_bounds_and_steps_at_a_resume(
+    before: int,
+    after: int,
+    steps: int,
+    free: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """It learns from what is open, says so where it is more than may be, and is replayed whole."""
+    for step in (1, 2):
+        with monkeypatch.context() as patch:
+            Hurried(0, patch, turns=200)  # all that may begin is drawn to its end
+            die_after_saving(patch)
+            with pytest.raises(Killed):
+                train(free(before), resume=step > 1)
+    config = free(after, training={"steps": steps, "learning_rate": 1e-2})
+    train(config, resume=True, allowed=["async.max_staleness"] if after != before else [])
+    assert ("learn from older ones" in capfd.readouterr().err) == (after < before)
+    lines = schedule_of(config.output)
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    if steps == STEPS:
+        check_bounds(config.output, before, steps, config.training.prompts_per_step)
+    assert replay(config.output, say=lambda _: None).differences == []
+
+
+def test_open_groups_that_a_bound_of_0_has_not_are_told(
+    free: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        Hurried(0, patch, turns=200)
+        die_after_saving(patch)
+        with pytest.raises(Killed):
+            train(free(2))
+    with pytest.raises(CheckpointError, match=r"open_groups.* async.max_staleness .*set it to"):
+        train(free(0), resume=True, allowed=["async.max_staleness"])
 
 
 @pytest.mark.few(1)

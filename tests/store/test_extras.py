@@ -199,7 +199,9 @@ def test_extras_that_the_run_does_not_have_are_refused_by_name(
         return run
 
     monkeypatch.setattr(extras, "of", without_diary)
-    with pytest.raises(CheckpointError, match="only the checkpoint has a diary"):
+    with pytest.raises(
+        CheckpointError, match="the checkpoint has diary, and the run has none: it is not"
+    ):
         train(make_config(training={"steps": 3}), resume=True)
 
     def with_more(run: RlRun) -> RlRun:
@@ -207,7 +209,9 @@ def test_extras_that_the_run_does_not_have_are_refused_by_name(
         return run
 
     monkeypatch.setattr(extras, "of", with_more)
-    with pytest.raises(CheckpointError, match="only the run has a more"):
+    with pytest.raises(
+        CheckpointError, match="the run has more, and the checkpoint has none: it is not"
+    ):
         train(make_config(training={"steps": 3}), resume=True)
 
 

@@ -20,6 +20,8 @@ learns from it; ``begun_after`` are the steps that the weights had behind them w
 
 So a step is never late: whenever the first n open groups are whole, learning from them keeps the
 rule, as the deadlines do not decrease in the order of the prompts, and at most (k + 1) n are open.
+Where a resumed run has a smaller k, groups that began under the larger one may be late, and the
+first n are learnt from as soon as they are whole.
 With k = 0 step t learns from the t-th n prompts, sampled by its own weights: the synchronous run.
 A token is at most k steps older than the step that learns from it.
 
@@ -61,6 +63,8 @@ class Schedule:
         chosen = whole[: self.per_step]
         if len(chosen) < self.per_step:
             return None
+        if chosen[-1] < self.per_step:
+            return chosen  # the first ones: no other choice leaves more time to the others
         taken = set(chosen)
         others = [begun for place, (begun, _) in enumerate(open_groups) if place not in taken]
         for place, begun_after in enumerate(others):

@@ -112,7 +112,7 @@ class SharedGroups:
         def drawn() -> dict[str, Any]:
             known = {group.name for group in self.groups}
             while wanted - known:
-                if len(self._dealt) == self._limit:
+                if len(self._dealt) >= self._limit:
                     raise CheckpointError(
                         "schedule.jsonl names groups that are not among the next prompts: "
                         f"{sorted(wanted - known)[:3]}; it is not of this run"

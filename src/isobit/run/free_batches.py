@@ -42,6 +42,7 @@ from isobit.run.pending import message_tensor, prompt_of, spread, value_of
 from isobit.store.schedule_record import ScheduledStep, ScheduleRecord
 from isobit.store.waiting_writer import WaitingWriter
 from isobit.training.token_count import check_counted
+from isobit.util.terminal import say
 
 Compared = tuple[str, int, int, int]
 """Prompt, visit, sample, and tokens of it."""
@@ -121,11 +122,10 @@ class FreeBatches:
         """
         done = step - 1
         shared, opened = self._shared, self._shared.open
-        begun = done * self._schedule.per_step + len(shared.groups)
-        most = self._schedule.groups_begun(done) - begun
+        self._version, self._recorded = version, self.record.recorded(step)
+        most = self._most_begun(done)
         shared.begin_step(done, most)
         self._tokens = opened.tokens
-        self._version, self._recorded = version, self.record.recorded(step)
         if self.episodes is not None:
             names = [*(group.name for group in shared.groups), *self._next_names(most)]
             self.episodes.begin_step(version, names)
@@ -147,6 +147,17 @@ class FreeBatches:
         groups = shared.take(places)
         self._tokens -= sum(one.length for group in groups for one in group.completions)
         return groups, ranks
+
+    def _most_begun(self, done: int) -> int:
+        """Groups that may begin in the step behind ``done`` ones: what the schedule leaves, or more
+        where the record names them, which may be of a larger k or of more steps.
+        """
+        groups, named = self._shared.groups, 0
+        if self._recorded is not None:
+            known = {group.name for group in groups}
+            named = len({*self._recorded.learns, *self._recorded.drawn} - known)
+        begun = done * self._schedule.per_step + len(groups)
+        return max(named, self._schedule.groups_begun(done) - begun, 0)
 
     @property
     def to_compare(self) -> list[TokenSequence]:
@@ -308,6 +319,12 @@ class FreeBatches:
                 group.home = -1  # any rank
             groups.append(group)
         self._shared.open.groups = groups
+        most = self._schedule.ahead * self._schedule.per_step
+        if len(groups) > most and self._world.rank == 0:
+            say(
+                f"isobit: {len(groups)} groups are open, and async.max_staleness = "
+                f"{self._schedule.ahead} has at most {most}: the next steps learn from older ones"
+            )
         if self.episodes is not None and "episodes" in tensors:
             self.episodes.restore(value_of(tensors["episodes"])["episodes"])
         self._keep(groups)

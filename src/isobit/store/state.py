@@ -251,12 +251,25 @@ def _extra_states(run: TrainingRun) -> dict[str, Any]:
     return {name: dict(extra.state()) for name, extra in run.extras.items()}
 
 
+_DECIDED_BY = {
+    "open_groups": "async.max_staleness (of which 0 leaves none open)",
+    "pending": "async.lag",
+    "replay": "replay.fraction",
+}
+"""The keys of the extras that may be named in --allow-change."""
+
+
 def _restore_extras(checkpoint: Checkpoint, run: TrainingRun) -> None:
     states, files = checkpoint.state["extras"], checkpoint.extras()
     for name in sorted(states.keys() ^ run.extras.keys()):
-        where = "the checkpoint" if name in states else "the run"
+        where, other = "checkpoint", "run"
+        if name not in states:
+            where, other = other, where
+        reason = "it is not a checkpoint of this run"
+        if key := _DECIDED_BY.get(name):
+            reason = f"{key} decides that, so set it to what it was"
         raise CheckpointError(
-            f"{checkpoint.folder}: only {where} has a {name}: it is not a checkpoint of this run"
+            f"{checkpoint.folder}: the {where} has {name}, and the {other} has none: {reason}"
         )
     for name, extra in run.extras.items():
         try:
