@@ -136,9 +136,9 @@ class Hurried:
     ``schedule.jsonl`` has.
     """
 
-    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch, turns: int = 0) -> None:
-        """``turns`` are those that come behind each choice in any case."""
-        self._state, least = seed, turns
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch, least: int = 0) -> None:
+        """``least`` turns come behind each choice in any case."""
+        self._state = seed
         turns = SharedGroups._turns
 
         def more(shared: SharedGroups, choose: Choose, *arguments: Any) -> list[int]:
@@ -167,7 +167,7 @@ def test_other_bounds_and_steps_at_a_resume(
     """It learns from what is open, says so where it is more than may be, and is replayed whole."""
     for step in (1, 2):
         with monkeypatch.context() as patch:
-            Hurried(0, patch, turns=200)  # all that may begin is drawn to its end
+            Hurried(0, patch, least=200)  # all that may begin is drawn to its end
             die_after_saving(patch)
             with pytest.raises(Killed):
                 train(free(before), resume=step > 1)
@@ -185,7 +185,7 @@ def test_open_groups_that_a_bound_of_0_has_not_are_told(
     free: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        Hurried(0, patch, turns=200)
+        Hurried(0, patch, least=200)
         die_after_saving(patch)
         with pytest.raises(Killed):
             train(free(2))
