@@ -195,6 +195,19 @@ def test_guesses_are_chosen_by_the_pages_that_there_are(pages: int, pipelined: b
     assert drafter.checked > 5
 
 
+def test_nothing_has_room_behind_a_last_token_that_is_in_flight() -> None:
+    seen = list[int]()
+
+    class Unguessed(Knowing):
+        def is_worth_waiting(self, running: Sequence[Sample], rooms: Any = None) -> bool:
+            seen.extend(rooms(running))
+            return False
+
+    drafter, wanted = Unguessed({}, 1.0, VOCAB), [request(0, 5, 3)]
+    generate(guess(open_engine(True)[0], drafter), wanted)
+    assert min(seen) == 0 < max(seen) == drafter.most
+
+
 def _has_stops(wanted: Sequence[Request]) -> bool:
     return any(one.sampling.stop_token_ids for one in wanted)
 

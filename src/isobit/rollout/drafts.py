@@ -245,7 +245,7 @@ class Drafter:
         if 0 < rows <= SPECULATED_ROWS:
             length = max([sample.length for sample in decoding])
             (plain_s,) = self._seconds_of(plain, plain, length)
-            (device_s,) = self._seconds_of(rows, rows, length)
+            (device_s,) = self._seconds_of(rows, rows, length) if drafts else (plain_s,)
             tokens = sum(map(_tokens, decoding))
             expected = sum(sum(_chances(rate, count, 1.0)) for rate, count in drafts)
             self._planned = _Planned(decoding, tokens, plain_s, device_s, expected)

@@ -461,7 +461,7 @@ class Scheduler:
         most = self._drafter.most if self._drafter is not None else 0
         for sample in samples:
             # the last token that a sample may have is drawn from the row before it
-            room = min(most, sample.max_length - sample.length - 1)
+            room = max(0, min(most, sample.max_length - sample.length - 1))
             if (there := max(0, sample.reserved - sample.length)) < room:
                 if free > len(self.running):
                     free, there = free - 1, there + self._allocator.page_tokens
