@@ -19,11 +19,13 @@ likeliest guesses of all samples stand in a step, as many as give the most expec
 by the device's times of steps (``StepTimes``); none where that is no more than without any. A step
 with guesses has to be waited for. What that costs, what share of the guesses that were expected to
 be accepted were, and what steps without guesses take are learnt from the engine's own steps, two of
-them by a clock; so the number of guesses depends on it, and nothing else does.
+them by a clock; so the number of guesses depends on it, and nothing else does. Only guesses that
+stand in a plan count. Steps without guesses are timed first, and again after as much time as 400 of
+them take, in which others had guesses; what guesses bring is forgotten while there are none.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
 from math import inf, log
@@ -48,10 +50,19 @@ TOGETHER, TOGETHER_EACH = 64, 12
 """New tokens of several samples, and of each of these, from which on numpy notes them faster."""
 LEARNT, FORGOTTEN = 0.2, 0.02
 """How far what guesses are taken to cost and to bring moves to what they have cost and brought in a
-step, and back to the estimate where none are worth it.
+step, and back to the estimate where none are worth it that tokens are waited for.
 """
-TIMED = 3
-"""Steps without guesses that are timed before there are any, of about as many samples."""
+SLOWLY_FORGOTTEN = FORGOTTEN / (LONGEST_REST + 1)
+"""The same of a step for which nobody had to wait, and which has none."""
+TIMED, WITHHELD = 3, 8
+"""Steps without guesses that are timed before there are any, of about as many samples, and steps
+for which guesses are withheld for that, at most.
+"""
+TIMED_AGAIN, TIMED_SOON = 400.0, 100.0
+"""The time in steps with guesses after which others are timed again, in such steps, and the same
+where what they take was last a mean: guesses that are kept by what once was slow cost no more, and
+where they are worth it this costs 1%.
+"""
 LEAST, MOST = 1 / 8, 2.0
 """Multiples of the estimate, from which guesses can become dear again, and how many times what is
 known one step may count.
@@ -93,12 +104,39 @@ class _Learnt:
     cost: float = 1.0  # what guesses cost
     accepted: float = 1.0  # guesses that were accepted
     plain: float = 1.0  # what steps without guesses take
-    timed: int = 0  # of these
+    timed: int = 0  # of these, since they are timed again
+    withheld: int = WITHHELD  # steps that may still be without guesses so that these are timed
+    spent: float = 0.0  # by steps with guesses meanwhile, in steps without
 
-    def forget(self) -> None:
+    def forget(self, share: float) -> None:
         """Move what guesses cost and bring to the estimates."""
-        self.cost += FORGOTTEN * (1 - self.cost)
-        self.accepted += FORGOTTEN * (1 - self.accepted)
+        self.cost += share * (1 - self.cost)
+        self.accepted += share * (1 - self.accepted)
+
+    def withholds(self) -> bool:
+        """Whether the next step goes without guesses, so that such steps are timed."""
+        if self.timed >= TIMED or not self.withheld:
+            return False
+        self.withheld -= 1
+        return True
+
+    def time(self, one: float) -> None:
+        """A step without guesses has taken so long.  Of the first ones the least counts: what slows
+        a step down is often over soon.
+        """
+        one = min(one, MOST * self.plain)
+        if self.timed < TIMED:
+            self.plain = min(one, self.plain) if self.timed else one
+        else:
+            self.plain += LEARNT * (one - self.plain)
+            self.spent = TIMED_AGAIN - TIMED_SOON
+        self.timed += 1
+
+    def spend(self, steps: float) -> None:
+        """A step with guesses has taken as long as so many without, by the estimates."""
+        self.spent += steps / self.plain
+        if self.spent >= TIMED_AGAIN:
+            self.timed, self.withheld, self.spent = 0, WITHHELD, 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +145,7 @@ class _Planned:
 
     samples: Sequence[Sample]
     tokens: int  # that they had
+    plain_s: float  # without guesses, by estimate
     device_s: float  # by estimate
     expected: float  # guesses to be accepted; 0 where it has none
 
@@ -121,7 +160,7 @@ class Drafter:
     """
 
     def __init__(self, most: int, times: StepTimes, slots: int = SLOTS) -> None:
-        self._most, self._times = most, times
+        self.most, self._times = most, times
         self._table = ContextTable(slots)
         self._rest = self._last_rest = 0
         """Steps for which nothing is looked up: those that are left, and in all."""
@@ -131,8 +170,6 @@ class Drafter:
         """Of steps whose longest sequence is about so long, by rows; 0 where not asked yet."""
         self._learnt = [_Learnt() for _ in range(SPECULATED_ROWS.bit_length() + 1)]
         """By the bits of the number of samples."""
-        self._expected = 0.0
-        """Guesses of the step that is planned that are expected to be accepted."""
         self._began = 0.0
         """When the last step was planned."""
         self._planned: _Planned | None = None
@@ -141,9 +178,13 @@ class Drafter:
         self._flowing = 0
         """Steps without guesses in a row, each planned while the one before was computed."""
 
-    def is_worth_waiting(self, running: Sequence[Sample]) -> bool:
-        """Whether guesses behind these samples are expected to be worth it that the tokens in
-        flight are waited for first.
+    def is_worth_waiting(
+        self,
+        running: Sequence[Sample],
+        rooms: Callable[[Sequence[Sample]], Sequence[int]] | None = None,
+    ) -> bool:
+        """Whether guesses behind these samples, for as many as there is room, are expected to be
+        worth it that the tokens in flight are waited for first.
         """
         if self._rest:
             self._rest -= 1
@@ -151,14 +192,14 @@ class Drafter:
         if not 0 < len(running) < SPECULATED_ROWS:
             return False
         self.note(*running)
-        if self._learns and self._of(running).timed < TIMED:
+        if self._learns and self._of(running).withholds():
             return False
-        is_worth = self._is_worth_waiting(running)
+        is_worth = self._is_worth_waiting(running, rooms)
         self._last_rest = 0 if is_worth else min(LONGEST_REST, 2 * self._last_rest + 1)
         self._rest = self._last_rest
         self._waits = is_worth
         if not is_worth:
-            self._of(running).forget()
+            self._of(running).forget(FORGOTTEN)
         return is_worth
 
     def begin_plan(self) -> None:
@@ -178,9 +219,7 @@ class Drafter:
         if planned.expected:
             self._learn(learnt, planned, seconds)
         elif seconds and self._flowing > 1:
-            one = min(seconds / planned.device_s, MOST * learnt.plain)
-            learnt.plain += (one - learnt.plain) * (LEARNT if learnt.timed else 1.0)
-            learnt.timed += 1
+            learnt.time(seconds / planned.device_s)
 
     def _learn(self, learnt: _Learnt, planned: _Planned, seconds: float) -> None:
         """What the guesses of a step, which took so long, have brought and cost."""
@@ -194,16 +233,22 @@ class Drafter:
         if seconds and estimate:
             cost = min((seconds - planned.device_s) / estimate, MOST * learnt.cost)
             learnt.cost = max(learnt.cost + LEARNT * (cost - learnt.cost), LEAST)
+            learnt.spend((planned.device_s + learnt.cost * estimate) / planned.plain_s)
 
-    def end_plan(self, rows: int, decoding: Sequence[Sample]) -> None:
-        """The step that is planned has these decoding samples, in so many rows with the guesses
-        behind them, and nothing else.
+    def end_plan(self, decoding: Sequence[Sample]) -> None:
+        """The step that is planned has these decoding samples with the guesses that stand behind
+        them (``Sample.draft``), and nothing else.
         """
-        if 0 < len(decoding) <= rows <= SPECULATED_ROWS:
+        drafts = [(sample.acceptance, len(sample.draft)) for sample in decoding if sample.draft]
+        plain = len(decoding)
+        rows = plain + sum(count for _, count in drafts)
+        if 0 < rows <= SPECULATED_ROWS:
             length = max([sample.length for sample in decoding])
-            device_s, tokens = self._seconds_of(rows, rows, length)[0], sum(map(_tokens, decoding))
-            expected = self._expected if rows > len(decoding) else 0.0
-            self._planned = _Planned(decoding, tokens, device_s, expected)
+            (plain_s,) = self._seconds_of(plain, plain, length)
+            (device_s,) = self._seconds_of(rows, rows, length) if drafts else (plain_s,)
+            tokens = sum(map(_tokens, decoding))
+            expected = sum(sum(_chances(rate, count, 1.0)) for rate, count in drafts)
+            self._planned = _Planned(decoding, tokens, plain_s, device_s, expected)
 
     @property
     def _learns(self) -> bool:
@@ -213,7 +258,11 @@ class Drafter:
     def _of(self, samples: Sequence[Sample]) -> _Learnt:
         return self._learnt[len(samples).bit_length()]
 
-    def _is_worth_waiting(self, running: Sequence[Sample]) -> bool:
+    def _is_worth_waiting(
+        self,
+        running: Sequence[Sample],
+        rooms: Callable[[Sequence[Sample]], Sequence[int]] | None,
+    ) -> bool:
         rows, length = len(running), max([sample.length for sample in running])
         wait_s, learnt = self._wait_s(running), self._of(running)
         accepted = learnt.accepted * sum([_most_accepted(sample) for sample in running])
@@ -221,8 +270,8 @@ class Drafter:
         if (rows + accepted) * learnt.plain * now <= rows * (later + wait_s):
             return False  # not even if every guess cost as little as one
         rates, foretold = zip(*((one.acceptance, one.foretold) for one in running), strict=True)
-        counts, _ = self._counts(rates, [self._most] * rows, running, foretold, wait_s)
-        return any(counts)
+        most = [min(room, self.most) for room in rooms(running)] if rooms else [self.most] * rows
+        return any(self._counts(rates, most, running, foretold, wait_s))
 
     def drafts(
         self, samples: Sequence[Sample], rooms: Sequence[int], decoding: Sequence[Sample]
@@ -230,9 +279,12 @@ class Drafter:
         """Guesses of the tokens behind those of ``samples``, at most as many as each has room for,
         in a step of all that are ``decoding``.
         """
-        if len(decoding) >= SPECULATED_ROWS:
+        if not 0 < len(decoding) < SPECULATED_ROWS:
             return [()] * len(samples)
         self.note(*samples)
+        learnt = self._of(decoding)
+        if self._learns and learnt.withholds():
+            return [()] * len(samples)
         found = [
             self.draft(sample, min(room, self._worth(sample)))
             for sample, room in zip(samples, rooms, strict=True)
@@ -240,7 +292,9 @@ class Drafter:
         rates = [sample.acceptance for sample in samples]
         wait_s = self._wait_s(decoding)  # in front of the next step, if this one has guesses
         most = list(map(len, found))
-        counts, self._expected = self._counts(rates, most, decoding, wait_s=wait_s)
+        counts = self._counts(rates, most, decoding, wait_s=wait_s)
+        if not any(counts):
+            learnt.forget(SLOWLY_FORGOTTEN)
         return [draft[:count] for draft, count in zip(found, counts, strict=True)]
 
     def _wait_s(self, samples: Sequence[Sample]) -> float:
@@ -254,8 +308,8 @@ class Drafter:
         if rate <= least:
             return 0
         if rate >= 1 or not least:
-            return self._most
-        return min(self._most, int(log(least) / log(rate)))
+            return self.most
+        return min(self.most, int(log(least) / log(rate)))
 
     def draft(self, sample: Sample, most: int) -> Sequence[int]:
         """Up to ``most`` guesses of the tokens behind those of a decoding sample."""
@@ -270,9 +324,8 @@ class Drafter:
         decoding: Sequence[Sample],
         foretold: Sequence[float] = (),
         wait_s: float = 0.0,
-    ) -> tuple[list[int], float]:
-        """How many guesses of each sample to verify, in a step of all that are ``decoding``, and
-        how many of them are expected to be accepted, by their chances.
+    ) -> list[int]:
+        """How many guesses of each sample to verify, in a step of all that are ``decoding``.
 
         Args:
             rates: at which each sample's guesses are accepted.
@@ -286,23 +339,23 @@ class Drafter:
         del likeliest[SPECULATED_ROWS - rows :]
         if not likeliest:
             self._least *= LOOKED_UP
-            return [0] * len(most), 0.0
+            return [0] * len(most)
         length = max([sample.length for sample in decoding])
         seconds = self._seconds_of(rows, rows + len(likeliest), length)
         if wait_s:
             seconds[0] *= learnt.plain
             seconds[1:] = [one + wait_s for one in seconds[1:]]
-        expected = list(accumulate(likeliest, initial=0.0))
+        expected = accumulate(likeliest, initial=0.0)
         tokens = [rows + learnt.accepted * one for one in expected]
         gained = list(map(truediv, tokens, seconds))
         best = gained.index(max(gained))
         if best == sum(most):
             self._least *= LOOKED_UP
-            return list(most), expected[best]
+            return list(most)
         least = likeliest[max(0, best - 1)]
         self._least = LOOKED_UP * least
         if not best:
-            return [0] * len(most), 0.0
+            return [0] * len(most)
         equal = best - bisect_left(likeliest, -least, key=neg)
         """Of those with the least chance, how many to take."""
         counts = list[int]()
@@ -315,7 +368,7 @@ class Drafter:
                     equal -= 1
                 count, chance = count + 1, chance * rate
             counts.append(count)
-        return counts, expected[best]
+        return counts
 
     def _seconds_of(self, fewest: int, most: int, length: int) -> list[float]:
         """Seconds of steps with the fewest to the most rows; they are asked for once for all

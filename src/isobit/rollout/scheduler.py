@@ -168,7 +168,7 @@ class Scheduler:
         """
         return self._drafter is not None and (
             any(sample.draft for sample in self.running)
-            or self._drafter.is_worth_waiting(self.running)
+            or self._drafter.is_worth_waiting(self.running, self._rooms)
         )
 
     def add(self, samples: Iterable[Sample]) -> None:
@@ -432,7 +432,7 @@ class Scheduler:
         if not self._executor.is_pending:
             self._put_drafts(self._drafter, plan, decoding, budget)
         if len(plan) == len(decoding):
-            self._drafter.end_plan(sum(count for _, count in plan), decoding)
+            self._drafter.end_plan(decoding)
 
     def _put_drafts(
         self, drafter: Drafter, plan: Plan, decoding: Sequence[Sample], budget: int
@@ -440,8 +440,7 @@ class Scheduler:
         verifies = self._executor.verifies
         places = [place for place, sample in enumerate(decoding) if verifies(sample)]
         samples = [decoding[place] for place in places]
-        # the last token that a sample may have is drawn from the row before it
-        rooms = [min(budget, one.max_length - len(one.tokens) - 1) for one in samples]
+        rooms = [min(budget, room) for room in self._rooms(samples)]
         drafts = drafter.drafts(samples, rooms, decoding)
         for place, sample, draft in zip(places, samples, drafts, strict=True):
             if not draft or budget <= 0:
@@ -455,6 +454,20 @@ class Scheduler:
                 sample.draft = draft[:count]
                 plan[place] = sample, 1 + count
                 budget -= count
+
+    def _rooms(self, samples: Sequence[Sample]) -> list[int]:
+        """Guesses for which each sample has pages, or gets one where all before it do."""
+        rooms, free = list[int](), self._allocator.num_free
+        most = self._drafter.most if self._drafter is not None else 0
+        for sample in samples:
+            # the last token that a sample may have is drawn from the row before it
+            room = max(0, min(most, sample.max_length - sample.length - 1))
+            if (there := max(0, sample.reserved - sample.length)) < room:
+                if free > len(self.running):
+                    free, there = free - 1, there + self._allocator.page_tokens
+                room = min(room, there)
+            rooms.append(room)
+        return rooms
 
     def _reserve_behind(self, sample: Sample, count: int) -> int:
         """How many of ``count`` places behind a running sample's tokens have a page of its own; it
