@@ -66,9 +66,6 @@ class Process:
         self._waiting = [one for one in self._waiting if one[0] >= 0]
         return [(key, answer) for _, key, answer in ready]
 
-    def wait_anew(self) -> None:
-        pass
-
     def has(self, key: Handle) -> bool:
         return key in self.told
 

@@ -223,10 +223,6 @@ class CarriedEpisodes(Episodes):
         self._settle()
         self._periods.note()
 
-    def take_weights(self) -> None:
-        self._environments.wait_anew()
-        super().take_weights()
-
     # How an episode comes back.
 
     def _take_up(self, handle: Handle, request: Request, completion: Completion) -> None:
