@@ -99,6 +99,20 @@ def test_a_server_without_tools_has_the_tool_step_and_its_rewards_are_those_of_t
         assert [text for _, text in told(over)] == ['{"total": 7}', '{"total": 9}']
 
 
+def test_a_session_that_is_told_of_all_turns_has_the_time_of_each() -> None:
+    def late(_: Any, message: Message) -> bool:
+        time.sleep(0.6 * ("by" in message["data"]))
+        return False
+
+    with (
+        serving(Count, wrong=late) as (address, _, _),
+        environments(address, deadline_s=1.5) as made,
+    ):
+        made.ask("a", {}, [step(1), step(2), step(3)])
+        answer = answers(made)["a"]
+        assert (answer.failure, told(answer)) == (None, [("ok", '{"total": 6}')])
+
+
 def test_tools_of_an_mcp_environment_are_those_that_it_lists() -> None:
     with serving(Tools) as (address, server, _), environments(address) as made:
         add, greet = (one["function"] for one in made.tools())

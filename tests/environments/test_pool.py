@@ -1,7 +1,8 @@
 """Processes of environments: what they answer, and what becomes of those that misbehave."""
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from unittest.mock import ANY
 import pytest
 
 from isobit.config.environment import ENVIRONMENTS, EnvironmentConfig
+from isobit.environments import pool
 from isobit.environments.env_backends import Call, Turn
 from isobit.environments.pool import Environments, Result, TurnAnswer
 from isobit.rewards.grade import Failure
@@ -262,6 +264,122 @@ def test_a_reset_that_returns_text_against_its_annotation_is_refused() -> None:
         ask(made, "a", call("act"))
         with pytest.raises(ToolError, match=r"reset\(\) of Contradicts returned 'hello'"):
             answers(made)
+
+
+def failures(found: dict[str, TurnAnswer]) -> dict[str, Failure]:
+    return {key: one.failure for key, one in found.items() if one.failure}
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    for _ in range(1200):
+        if is_so():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it never was so")
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("episodes", "talks"), [(12, 50), (30, 4), (3, 150)])
+def test_an_answer_that_came_in_time_counts_however_late_it_is_read(
+    episodes: int, talks: int, tmp_path: Path
+) -> None:
+    """All together are more than a pipe holds, and nobody reads before the deadlines are over."""
+    with environments("Patient", deadline_s=4.0) as made:
+        for number in range(episodes):
+            said = [call("talk")] * talks
+            mark = call("mark", str(tmp_path / str(number)))
+            ask(made, str(number), call("wait", 0.5 * number / episodes), *said, mark)
+        made.poll()
+        until(lambda: len(os.listdir(tmp_path)) == episodes)
+        time.sleep(4.5)
+        found = answers(made)
+        assert failures(found) == {}
+        assert {len(one.results) for one in found.values()} == {talks + 2}
+        # the instances are there still, and requests are read as they come
+        for number in range(episodes):
+            ask(made, str(number), call("talk"), ignored="x" * 70_000)
+        assert failures(answers(made)) == {}
+
+
+def test_the_trainer_does_not_take_its_own_absence_for_a_host_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    absent = [0.0]
+    monkeypatch.setattr(pool, "monotonic", lambda: time.monotonic() + absent[0])
+    with environments("Patient") as made:
+        for number in range(5):
+            ask(made, str(number), call("wait", 0.2))
+            made.poll()
+            absent[0] += 1000
+        assert failures(answers(made)) == {}
+
+
+def test_a_host_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_GRACE_S", 0.5)
+    with environments("Hostile", deadline_s=0.5) as made:
+        ask(made, "a", call("stop_host"))
+        assert failures(answers(made))["a"].message == "its host did not end it at its deadline"
+    with environments("Hostile") as made:
+        ask(made, "a", call("lie"))
+        assert texts(answers(made)["a"]) == ["short"]
+
+
+def test_turns_that_are_run_again_have_the_time_of_each() -> None:
+    with environments("Patient", deadline_s=1.5) as made:
+        made.ask("a", {}, [Turn([call("wait", 0.6)]) for _ in range(3)], wants_reward=True)
+        (answer,) = answers(made).values()
+        assert (answer.failure, answer.reward) == (None, 1.0)
+        assert answer.seconds > 1.5
+    with environments("Patient", deadline_s=0.5, episode_s=0.75) as made:
+        made.ask("a", {}, [Turn([call("wait", 60)]) for _ in range(9)])
+        ask(made, "b", call("wait", 60))
+        late = failures(answers(made))
+        assert {one.kind for one in late.values()} == {"deadline"}
+        told = "took longer than environment.deadline_s = 0.5"
+        assert late["b"].message == told
+        assert late["a"].message == f"{told} allows for turns that are run again: 1.25 s"
+
+
+@pytest.mark.parametrize(
+    ("name", "questions"), [("Counter", (3, 1, 2)), ("Paced", (4, 1, 2)), ("Speaks", (4, 1, 2))]
+)
+def test_each_question_of_an_episode_that_goes_on_without_a_break_has_a_deadline(
+    name: str, questions: tuple[int, int, int]
+) -> None:
+    """Of a new episode and of one that was begun; a turn without calls is a question only where
+    turns are rewarded.
+    """
+    full, bare = Turn([call("act")]), Turn([])
+    with environments(name, deadline_s=2.0) as made:
+        made.ask("a", {}, [full, bare, full], wants_reward=True)
+        made.ask("a", {}, [full])
+        made.ask("a", {}, [full, full])
+        seconds = [message[-1] for _, message in made._queue]
+    assert seconds == [2.0 * count for count in questions]
+
+
+def test_a_process_that_cannot_be_started_fails_its_episode_alone() -> None:
+    with environments("Refused") as made:
+        ask(made, "a", call("wait", 0))
+        ask(made, "b", call("wait", 0))
+        found = answers(made)
+        why = "no process could be started for it: [Errno 11] Resource temporarily unavailable"
+        assert failures(found) == {"a": Failure("crash", why)}
+        ask(made, "a", call("wait", 0))
+        assert failures(answers(made)) == {}
+
+
+def test_an_episode_that_ends_while_nothing_is_asked_does_not_begin_anew(tmp_path: Path) -> None:
+    with environments("Hostile") as made:
+        ask(made, "a", call("die_later", str(tmp_path / "now")))
+        (pid,) = texts(answers(made)["a"])
+        (tmp_path / "now").touch()
+        until(lambda: not Path(f"/proc/{pid}").exists())
+        ask(made, "a", call("lie"))
+        failure = failures(answers(made))["a"]
+        assert (failure.kind, "exit code 3" in failure.message) == ("crash", True)
+        ask(made, "a", call("lie"))
+        assert texts(answers(made)["a"]) == ["short"]
 
 
 @pytest.mark.few(2)

@@ -1,8 +1,12 @@
 """Environments of tests: one that counts, and one whose tools do what none should."""
 
 import asyncio
+import errno
 import os
+import signal
+import threading
 import time
+from pathlib import Path
 
 
 class Counter:
@@ -75,6 +79,49 @@ class Slow(Counter):
         return super().add(count)
 
 
+class Patient:
+    """Takes the time that it is told, and may say much."""
+
+    def wait(self, seconds: float) -> str:
+        """Wait.
+
+        Args:
+            seconds: How long.
+        """
+        time.sleep(seconds)
+        return "waited"
+
+    def talk(self) -> str:
+        """Say more than a thousand bytes of JSON."""
+        return "\u20ac" * 200
+
+    def mark(self, path: str) -> str:
+        """Make a file.
+
+        Args:
+            path: Where.
+        """
+        Path(path).touch()
+        return path
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+class Refused(Patient):
+    """The system refuses the first process of an episode."""
+
+    @classmethod
+    def _prepare(cls) -> None:
+        fork = os.fork
+
+        def refuse() -> int:
+            os.fork = fork
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+        os.fork = refuse
+
+
 class Hostile:
     def hang(self) -> str:
         """Sleep, with a child that does too."""
@@ -120,6 +167,27 @@ class Hostile:
                 os.write(descriptor, line.encode() + b"\n")
             except OSError:
                 continue
+        time.sleep(3600)
+        return ""
+
+    def die_later(self, path: str) -> str:
+        """End the process once there is a file.
+
+        Args:
+            path: Its place.
+        """
+
+        def die() -> None:
+            while not Path(path).exists():
+                time.sleep(0.01)
+            os._exit(3)
+
+        threading.Thread(target=die).start()
+        return str(os.getpid())
+
+    def stop_host(self) -> str:
+        """Stop the process that forks episodes."""
+        os.kill(os.getppid(), signal.SIGSTOP)
         time.sleep(3600)
         return ""
 

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -66,9 +66,6 @@ class Process:
         self._waiting = [one for one in self._waiting if one[0] >= 0]
         return [(key, answer) for _, key, answer in ready]
 
-    def wait_anew(self) -> None:
-        pass
-
     def has(self, key: Handle) -> bool:
         return key in self.told
 
@@ -104,11 +101,17 @@ def made(kind: type[Episodes], process: Process, record: AnswerRecord, sizes: An
 
 class Run:
     """Open groups that are paused by chance; every pause is a step, after which the run may be
-    killed, or others poll the environments or need their room.
+    killed, or others poll the environments or need their room, and ``between`` is called.
     """
 
-    def __init__(self, chance: random.Random, kind: str, sizes: Any) -> None:
-        self._chance, self._kind, self._sizes = chance, kind, sizes
+    def __init__(
+        self,
+        chance: random.Random,
+        kind: str,
+        sizes: Any,
+        between: Callable[[Process], None] = lambda _: None,
+    ) -> None:
+        self._chance, self._kind, self._sizes, self._between = chance, kind, sizes, between
         self.lines: list[Any] = []
         self._begin()
 
@@ -156,6 +159,7 @@ class Run:
                 self.process.end_spare()
             if what == 2:
                 self.process.poll_by_others()
+            self._between(self.process)
         assert pauses > 5
         self.episodes.end_step(ALONE, self.open.groups, range(len(self.open.groups)))
         return [
@@ -183,3 +187,23 @@ def test_they_have_the_bits_of_episodes_that_stay(kind: str, seed: int, sizes: A
     assert sorted(answers, key=lambda one: one[0]) == sorted(lines[0], key=lambda one: one[0])
     assert not run.episodes._known
     assert not run.episodes._stopped
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("seed", [4, 5])
+@pytest.mark.parametrize("kind", ["plain", "opens", "rewards", "leads"])
+def test_an_evaluation_of_the_same_prompts_meets_none_of_them(kind: str, seed: int) -> None:
+    chance, wanted = random.Random(seed), requests()
+    unwritten = AnswerRecord(lambda _: None)
+    expected, _, _ = made(Episodes, Process(chance, kind), unwritten, SIZES).generate(
+        ALONE, 1, wanted
+    )
+    evaluations = Counter[bool]()
+
+    def evaluate(process: Process) -> None:
+        found, _, _ = made(Episodes, process, unwritten, SIZES).generate(ALONE, 1, wanted)
+        evaluations[found == expected] += 1
+
+    run = Run(chance, kind, SIZES, evaluate)
+    assert run.complete(wanted) == expected
+    assert evaluations.keys() == {True}

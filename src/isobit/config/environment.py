@@ -42,7 +42,9 @@ class EnvironmentConfig(Strict):
     max_result_tokens: int = Field(default=256, gt=0, le=MAX_COUNT)
     """Tokens of one result; the rest is cut off."""
     deadline_s: float = Field(default=10.0, gt=0, le=MAX_WAIT_S)
-    """Seconds for the calls of one turn, after which the episode's process is killed."""
+    """Seconds for the calls of one turn, after which the episode's process is killed. Turns that
+    are run again, after an interruption, have as many each.
+    """
     episode_s: float = Field(default=60.0, gt=0, le=MAX_WAIT_S)
     """Seconds for all calls of an episode."""
     memory_mib: int = Field(default=1024, ge=64, le=MAX_COUNT)

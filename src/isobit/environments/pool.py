@@ -5,10 +5,10 @@
     poll    what has been answered since, in any order
     end     an episode's process is no longer needed
 
-There is no thread, and nothing waits: a rollout polls between two forwards.  An episode whose
-process hangs, dies or floods fails alone, with its kind.  If the host itself ends, its episodes
-fail with ``crash``, and a new host serves the next ones.  Nothing that comes from a process is
-unpickled.
+There is no thread, and nothing waits: a rollout polls between two forwards, and nobody does while a
+step learns.  An episode whose process hangs, dies or floods fails alone, with its kind.  If the
+host itself ends, its episodes fail with ``crash``, and a new host serves the next ones.  Nothing
+that comes from a process is unpickled.
 """
 
 import math
@@ -34,6 +34,8 @@ PLACES = {name: f"isobit.environments.shipped:{name.title()}" for name in ENVIRO
 _LINE_LIMIT = 1 << 26
 _GRACE_S = 10.0
 """Seconds beyond an episode's deadline after which the host is taken for hung."""
+_LONGEST_GAP_S = 1.0
+"""Seconds between two polls that count as waiting for the host; the rest is the trainer's own."""
 _BARREN_ENDS = 8
 """Hosts in a row that ended without an answer, after which the run ends."""
 _MOST_UNANSWERED = 64
@@ -133,7 +135,8 @@ class Environments(Generic[Key]):
             most_characters,
             packed_environment(config.place),
         )
-        self._deadline_s, self._at_once = config.deadline_s, config.at_once
+        self._deadline_s, self._episode_s = config.deadline_s, config.episode_s
+        self._at_once = config.at_once
         self._is_capped = config.openenv is not None
         """Whether ``at_once`` limits the episodes that have begun, and not only those at work."""
         self._unanswered = 0
@@ -143,7 +146,9 @@ class Environments(Generic[Key]):
         self._keys: dict[int, Key] = {}
         self._queue: deque[tuple[Key, tuple[Any, ...]]] = deque()
         self._asked: dict[Key, float] = {}
-        """Episodes with a turn under way, with the time at which it was handed out."""
+        """Episodes with a turn under way, with the time by which the host must have answered."""
+        self._now, self._looked = 0.0, monotonic()
+        """The time for which the host was waited for, and when that was last counted."""
         self._begun: set[Key] = set()
         """Episodes that have a process of the present host."""
         self._lost: dict[Key, str] = {}
@@ -190,16 +195,26 @@ class Environments(Generic[Key]):
         wants_reward: bool = False,
     ) -> None:
         """Run the calls of ``turns`` and answer those of the last; ``columns`` are for ``reset`` of
-        an episode that is new, and without turns nothing else is done.
+        an episode that is new, and without turns nothing else is done.  ``environment.deadline_s``
+        holds for each turn, and ``environment.episode_s`` for those before the last.
         """
         if key in self._lost:
             self._failed.append((key, TurnAnswer(failure=Failure("crash", self._lost.pop(key)))))
             return
+        questions = sum(self._takes_time(turn) for turn in turns)
+        questions += wants_reward and not self.leads
         if key not in self._numbers:
+            questions += self.opens
             self._count += 1
             self._numbers[key], self._keys[self._count] = self._count, key
         number = self._numbers[key]
-        self._queue.append((key, ("ask", number, dict(columns), turns, wants_reward)))
+        before = min(max(0, questions - 1) * self._deadline_s, self._episode_s)
+        asked = dict(columns), turns, wants_reward, float(self._deadline_s + before)
+        self._queue.append((key, ("ask", number, *asked)))
+
+    def _takes_time(self, turn: Turn) -> bool:
+        """Whether a turn is asked for by itself, when an episode goes on without a break."""
+        return bool(turn.calls) or self.leads or self.has_turn_reward
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[Key, TurnAnswer]]:
         """The answers that have come after at most so many seconds. Raises ToolError where no
@@ -212,10 +227,6 @@ class Environments(Generic[Key]):
     def has(self, key: Key) -> bool:
         """Whether the episode has been asked something, and was not ended since."""
         return key in self._numbers or key in self._lost
-
-    def wait_anew(self) -> None:
-        """Count the time of what is under way from now on: nobody has polled for a while."""
-        self._asked = dict.fromkeys(self._asked, monotonic())
 
     def end(self, key: Key) -> None:
         """End an episode; what was asked of it is not answered any more."""
@@ -239,9 +250,16 @@ class Environments(Generic[Key]):
             self._host = GraderProcess(self._start, _MODULE, _LINE_LIMIT)
         except OSError as error:
             raise ToolError(f"no process for environments can be started: {error}") from error
-        self._since, self._is_ready = monotonic(), False
+        self._since, self._is_ready = self._now, False
+
+    def _count_time(self) -> None:
+        """Let time pass for the host, but for pauses of the trainer, which reads nothing then."""
+        now = monotonic()
+        self._now += min(now - self._looked, _LONGEST_GAP_S)
+        self._looked = now
 
     def _attend(self, timeout_s: float) -> list[tuple[Key, TurnAnswer]]:
+        self._count_time()
         self._hand_out()
         poller = select.poll()
         poller.register(self._host.replies, select.POLLIN)
@@ -250,12 +268,12 @@ class Environments(Generic[Key]):
         poller.poll(timeout_s * 1000)
         self._host.flush()
         answers = [one for message in self._host.read() for one in self._hear(message)]
-        now = monotonic()
+        self._count_time()
         if self._host.is_gone:
             self._replace(self._host.how_it_ended())
-        elif not self._is_ready and now > self._since + START_DEADLINE_S:
+        elif not self._is_ready and self._now > self._since + START_DEADLINE_S:
             raise ToolError(f"the environment was not imported within {START_DEADLINE_S:.0f} s")
-        elif any(now > since + self._deadline_s + _GRACE_S for since in self._asked.values()):
+        elif any(self._now > until for until in self._asked.values()):
             self._replace("its host did not end it at its deadline")
         self._hand_out()
         return answers
@@ -267,7 +285,7 @@ class Environments(Generic[Key]):
             if self._is_capped and key not in self._begun and not self._has_room():
                 held.append((key, message))
                 continue
-            self._asked[key] = monotonic()
+            self._asked[key] = self._now + message[-1] + _GRACE_S
             self._begun.add(key)
             self._host.send(frame(message))
         self._queue.extendleft(reversed(held))

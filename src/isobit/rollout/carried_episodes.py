@@ -38,6 +38,13 @@ from isobit.rollout.requests import Handle, Request, requests_of
 from isobit.util.errors import CheckpointError
 
 
+@dataclass(frozen=True, slots=True)
+class OpenHandle(Handle):
+    """The name of an episode that may stay open, for its environment: it equals no handle, so an
+    evaluation whose prompts have the same names does not meet its process.
+    """
+
+
 @dataclass(slots=True)
 class _Process:
     """What the process of an episode was told."""
@@ -202,7 +209,7 @@ class CarriedEpisodes(Episodes):
         """Let an episode go, up to the last token that was drawn for it."""
         episode, reason = self._open.pop(handle), self._reasons.pop(handle, None)
         bare = self._bare.pop(handle)
-        self._environments.spare.add(handle)
+        self._environments.spare.add(self._name(handle))
         self._drawing.discard(handle)
         self._to_ask.pop(handle, None)
         sequence = episode.sequence
@@ -223,10 +230,6 @@ class CarriedEpisodes(Episodes):
         self._settle()
         self._periods.note()
 
-    def take_weights(self) -> None:
-        self._environments.wait_anew()
-        super().take_weights()
-
     # How an episode comes back.
 
     def _take_up(self, handle: Handle, request: Request, completion: Completion) -> None:
@@ -235,7 +238,7 @@ class CarriedEpisodes(Episodes):
         """
         self._bare[handle], opens = _bare(request), self._environments.opens
         self._open[handle] = OpenEpisode(request, self._bare[handle], opens)
-        self._environments.spare.discard(handle)
+        self._environments.spare.discard(self._name(handle))
         if handle in self._processes:
             self._processes[handle].follows = False
         stopped, sequence = self._stop_of(handle, completion), completion.sequence
@@ -307,7 +310,8 @@ class CarriedEpisodes(Episodes):
     def _hear(self, found: Sequence[tuple[Handle, TurnAnswer]]) -> list[tuple[Handle, TurnAnswer]]:
         """Note answers.  -> As they are noted."""
         heard = list[tuple[Handle, TurnAnswer]]()
-        for handle, answer in found:
+        for name, answer in found:
+            handle = Handle(name.prompt_id, name.visit, name.sample)
             process = self._processes[handle]
             process.waits = False
             process.seconds += answer.seconds
@@ -346,7 +350,11 @@ class CarriedEpisodes(Episodes):
 
     def _process_of(self, handle: Handle) -> _Process | None:
         """The episode's process; None where it has none, or its room was needed."""
-        return self._processes.get(handle) if self._environments.has(handle) else None
+        is_there = self._environments.has(self._name(handle))
+        return self._processes.get(handle) if is_there else None
+
+    def _name(self, handle: Handle) -> Handle:
+        return OpenHandle(handle.prompt_id, handle.visit, handle.sample)
 
     def _send(self) -> None:
         """Ask what is to be asked; a process that knows other turns is replaced."""
@@ -354,7 +362,7 @@ class CarriedEpisodes(Episodes):
         for handle, wants_reward in to_ask.items():
             process = self._process_of(handle)
             if process is None or not process.follows:
-                self._environments.end(handle)
+                self._environments.end(self._name(handle))
                 process = self._processes[handle] = _Process(follows=True)
                 self._open[handle].sent = 0
             process.asked, process.is_over = self._key(handle), self._open[handle].is_over

@@ -298,7 +298,7 @@ class Episodes:
         known, self._answered_at_once = self._answered_at_once, []
         idle = not self._engine.num_live and not known
         for handle, answer in self._environments.poll(TICK_S if idle and self._open else 0.0):
-            if handle in self._open:
+            if handle in self._open:  # not so an ``OpenHandle``
                 known.append((handle, self._noted(handle, answer)))
             else:
                 self._environments.unclaimed.append((handle, answer))
@@ -319,6 +319,10 @@ class Episodes:
             return answer
         message = f"all calls took longer than environment.episode_s = {most:g}"
         return TurnAnswer(failure=Failure("deadline", message))
+
+    def _name(self, handle: Handle) -> Handle:
+        """The name of an episode for the environments."""
+        return handle
 
     def _key(self, handle: Handle) -> list[Any]:
         """The name of what is asked now, with a digest of all that led to it."""
@@ -395,7 +399,7 @@ class Episodes:
         columns = prompt.row
         if self._environments.leads:
             columns = {**columns, "prompt": [*map(dict, messages_of(prompt))]}
-        self._environments.ask(handle, columns, turns, wants_reward)
+        self._environments.ask(self._name(handle), columns, turns, wants_reward)
 
     def _go_on(self, handle: Handle, answer: TurnAnswer) -> None:
         """Give the model the results, or end the episode."""
@@ -505,7 +509,7 @@ class Episodes:
     def _close(self, handle: Handle) -> None:
         episode = self._open.pop(handle)
         self._engine.abort([handle])
-        self._environments.end(handle)
+        self._environments.end(self._name(handle))
         record = Episode(
             tuple(episode.turns),
             tuple(episode.results),
