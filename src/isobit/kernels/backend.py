@@ -307,7 +307,7 @@ class Backend(Protocol):
         ...
 
     def reach(self, length: int, rows: int) -> int:
-        """The longest sequence that a step served which is captured for so many rows and sequences
+        """The longest sequence that a step serves which is captured for so many rows and sequences
         of ``length`` tokens.
         """
         ...
