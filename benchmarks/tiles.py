@@ -4,13 +4,15 @@ but that of attention's tile of keys.
 
     python -m benchmarks.tiles products [--tokens 32 256] [--back-end triton] > ROWS.jsonl
     python -m benchmarks.tiles decode [--sequences 1 8 32 256] [--formats int8] > ROWS.jsonl
+    python -m benchmarks.tiles decode --keys 8192 --part 1024 --in-use > ROWS.jsonl
     python -m benchmarks.tiles prefill > ROWS.jsonl
 
 Products are those of a layer of Qwen3-8B, attention is its 32 heads over 8 of 128.  A row is a
 choice: ``us`` in a captured graph, in which weights or layers take turns so that none is read from
 the L2 cache, ``in_use`` the choice of the back end, and ``equal``, whether the result has its bits.
-``--compile I/N`` only compiles, each N-th choice from the I-th on, so that N processes fill
-Triton's cache first: 40 s with 24 of them.
+``--part`` has other parts of keys than ``isobit.kernels.triton.attention.PART``, which belong to
+the bits; ``--in-use`` leaves out all other choices.  ``--compile I/N`` only compiles, each N-th
+choice from the I-th on, so that N processes fill Triton's cache first: 40 s with 24 of them.
 """
 
 import argparse
@@ -36,8 +38,7 @@ from isobit.precision.quant_tensor import DTYPES, EIGHT_BITS, Format, Int8Rows
 MATRICES = {
     "qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288),
 }  # fmt: skip
-HEADS, KV_HEADS, DIM, KEYS = 32, 8, 128, 665
-PAGES = -(-KEYS // PAGE_TOKENS)
+HEADS, KV_HEADS, DIM = 32, 8, 128
 FORMATS: Sequence[Format] = ("int8", "e4m3", "bf16")
 PREFILLS = ((4096,) * 2, (512,) * 32)
 CACHED = 160 << 20
@@ -137,6 +138,7 @@ def measure(
 def lowered(asked: argparse.Namespace) -> str:
     """The back end, for which kernels are lowered from now on."""
     name = back_end_of("cuda")
+    attention.PART = getattr(asked, "part", attention.PART)
     if name == "triton":
         lower_for_sm_80()
     if asked.compile is None:
@@ -190,24 +192,28 @@ def decode(asked: argparse.Namespace) -> None:
     back_end = lowered(asked)
     for format, count in product(asked.formats, asked.sequences):
         form, is_portable = _in_use(back_end, format)
-        case = {"decode": format, "sequences": count, "keys": KEYS, "back_end": back_end}
-        layers = [_pages(format, count) for _ in range(4 if count > 64 else 16)]
+        case: Row = {"decode": format, "sequences": count, "keys": asked.keys}
+        case |= {"part": attention.PART, "back_end": back_end}
+        pages = -(-asked.keys // PAGE_TOKENS)
+        layers = [_pages(format, count * pages) for _ in range(4 if count > 64 else 16)]
         queries = _heads(format, count, HEADS, DIM)
         scales = _scales(format, count, HEADS, of_queries=True)
-        table = torch.arange(count * PAGES, dtype=torch.int32, device="cuda").view(count, PAGES)
-        lengths = torch.full((count,), KEYS, dtype=torch.int32, device="cuda")
+        table = torch.arange(count * pages, dtype=torch.int32, device="cuda").view(count, pages)
+        lengths = torch.full((count,), asked.keys, dtype=torch.int32, device="cuda")
         attend = [
-            partial(attention.decode_attention, queries, scales, keys, table, lengths, KEYS)
+            partial(attention.decode_attention, queries, scales, keys, table, lengths, asked.keys)
             for keys in layers
         ]
-        measure(asked.compile, case, form, list(forms(form)), partial(_by, attend, is_portable))
+        others = [] if asked.in_use else list(forms(form))
+        measure(asked.compile, case, form, others, partial(_by, attend, is_portable))
 
 
 def prefill(asked: argparse.Namespace) -> None:
     back_end = lowered(asked)
     for format, sequences in product(asked.formats, PREFILLS):
         form, is_portable = _in_use(back_end, format)
-        case = {"prefill": format, "lengths": list(sequences), "back_end": back_end}
+        case: Row = {"prefill": format, "lengths": list(sequences)}
+        case |= {"part": attention.PART, "back_end": back_end}
         tokens, longest = sum(sequences), max(sequences)
         values = _heads(format, tokens, KV_HEADS, DIM)
         keys = PackedKeys(
@@ -221,13 +227,13 @@ def prefill(asked: argparse.Namespace) -> None:
             _scales(format, tokens, HEADS, of_queries=True), keys, starts, counts, starts, counts,
             longest, longest,
         )  # fmt: skip
-        every = list(prefill_forms(form))
-        measure(asked.compile, case, form, every, partial(_by, [attend], is_portable))
+        others = [] if asked.in_use else list(prefill_forms(form))
+        measure(asked.compile, case, form, others, partial(_by, [attend], is_portable))
 
 
 def _pages(format: Format, count: int) -> PagedKeys:
-    """One layer's of so many sequences."""
-    of_layer = count * PAGES, KV_HEADS
+    """So many pages, one layer's."""
+    of_layer = count, KV_HEADS
     page = (DIM, PAGE_TOKENS) if format in EIGHT_BITS else (PAGE_TOKENS, DIM)
     return PagedKeys(
         _heads(format, *of_layer, PAGE_TOKENS, DIM), _scales(format, *of_layer, PAGE_TOKENS),
@@ -259,7 +265,10 @@ def main() -> int:
             command.add_argument("--tokens", type=int, nargs="+", default=[32, 256])
         else:
             command.add_argument("--formats", nargs="+", choices=FORMATS, default=["int8"])
+            command.add_argument("--part", type=int, default=attention.PART)
+            command.add_argument("--in-use", action="store_true")
         if name == "decode":
+            command.add_argument("--keys", type=int, default=665)
             command.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 256])
     return run_command(parser)
 

@@ -10,6 +10,7 @@ from isobit.kernels.operands import DecodeBatch, KvCache, KvShape, PagedBatch
 from isobit.kernels.sizes import Sizes
 from isobit.kernels.triton import (
     attend,
+    attention,
     experts,
     head,
     linear,
@@ -20,7 +21,6 @@ from isobit.kernels.triton import (
     sampling,
 )
 from isobit.kernels.triton import sizes as portable_sizes
-from isobit.kernels.triton.attention import FEW_SEQUENCES, PART
 from isobit.kernels.triton.hybrid import TritonHybrid
 from isobit.kernels.triton.lowering import lower_for_sm_80
 from isobit.kernels.triton.memory import (
@@ -126,11 +126,12 @@ class TritonBackend:
 
     def reach(self, length: int, rows: int) -> int:
         """Attention has 1, 4, 16, .. parts of the KV range side by side, or any number in order."""
-        if length <= PART:
-            return PART
-        if rows > FEW_SEQUENCES:
+        part = attention.PART
+        if length <= part:
+            return part
+        if rows > attention.FEW_SEQUENCES:
             return _ANY_LENGTH
-        return PART << 2 * (((-(-length // PART) - 1).bit_length() + 1) // 2)
+        return part << 2 * (((-(-length // part) - 1).bit_length() + 1) // 2)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return to_device(tensor, self.device)
