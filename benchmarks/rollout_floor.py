@@ -182,14 +182,14 @@ def attention_seconds(config: ModelConfig, mode: str, case: RolloutCase) -> floa
     return seconds(work, repeats_ms=60) * case.requests / count
 
 
-def graph_seconds(work: Callable[[], object]) -> float:
+def graph_seconds(work: Callable[[], object], repeats_ms: int = 60) -> float:
     """A replay of the captured work, after a run that compiles and loads its kernels."""
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return seconds(graph.replay, repeats_ms=60)
+    return seconds(graph.replay, repeats_ms)
 
 
 def _batch(case: RolloutCase) -> int:

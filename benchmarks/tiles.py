@@ -24,7 +24,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from benchmarks.attention import DIM, HEADS, KV_HEADS, random_heads
 from benchmarks.common import Row, card_row, make_parser, printed, run_command
+from benchmarks.rollout_floor import graph_seconds
 from isobit.kernels.backend import back_end_of
 from isobit.kernels.hopper import attention as hopper_attention
 from isobit.kernels.hopper import int8 as hopper_int8
@@ -38,12 +40,10 @@ from isobit.precision.quant_tensor import DTYPES, EIGHT_BITS, Format, Int8Rows
 MATRICES = {
     "qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288),
 }  # fmt: skip
-HEADS, KV_HEADS, DIM = 32, 8, 128
 FORMATS: Sequence[Format] = ("int8", "e4m3", "bf16")
 PREFILLS = ((4096,) * 2, (512,) * 32)
 CACHED = 160 << 20
 """Bytes of operands that no card has an L2 cache for."""
-FEW_ROWS = 16, 32, 64, 128  # of W, in a tile of few tokens
 KIB = 1024
 MEMORY = {"triton": 96 * KIB, "hopper": 215 * KIB}
 """Shared memory that a program's tiles may take."""
@@ -86,33 +86,12 @@ def prefill_forms(form: Form) -> Iterator[Form]:
         yield replace(form, tile=tile, queries=queries, prefill_warps=warps, prefill_stages=stages)
 
 
-def captured_us(work: Callable[[], object]) -> float:
-    """The least time of five of what a graph does that was captured of it."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            work()
-        taken = list[float]()
-        for _ in range(5):
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            began.record()
-            graph.replay()
-            ended.record()
-            torch.cuda.synchronize()
-            taken.append(began.elapsed_time(ended) * 1e3)
-    return min(taken)
-
-
 def measure(
     part: tuple[int, int] | None,
     case: Row,
     in_use: Choice,
     others: Sequence[Choice],
     work: Callable[[Choice], Sequence[torch.Tensor]],
-    describe: Callable[[Choice], Row] = asdict,
 ) -> None:
     """Time each choice and compare it with the one in use, or compile a ``part`` of them; ``work``
     makes results, one behind the other.
@@ -121,7 +100,7 @@ def measure(
     for n, choice in enumerate([in_use, *others]):
         if part is not None and n % part[1] != part[0]:
             continue
-        row: Row = case | describe(choice) | {"in_use": n == 0}
+        row: Row = case | asdict(choice) | {"in_use": n == 0}
         try:
             made = work(choice)
             torch.cuda.synchronize()
@@ -129,7 +108,8 @@ def measure(
                 continue
             wanted = made[0] if wanted is None else wanted
             row["equal"] = torch.equal(made[0], wanted)
-            row["us"] = round(captured_us(partial(work, choice)) / len(made), 1)
+            taken = graph_seconds(partial(work, choice), repeats_ms=10)
+            row["us"] = round(1e6 * taken / len(made), 1)
         except Exception as error:  # a choice may be none for this card
             row["error"] = f"{type(error).__name__}: {str(error)[:100]}"
         printed(row)
@@ -169,10 +149,9 @@ def _rows(count: int, columns: int) -> Int8Rows:
 
 
 def _heads(format: Format, *shape: int) -> torch.Tensor:
-    if format == "bf16":
-        return torch.randn(shape, device="cuda").bfloat16()
-    values = torch.randint(-120, 121, shape, dtype=torch.int8, device="cuda")
-    return values if format == "int8" else (values.float() / 64).to(DTYPES[format])
+    if format == "int8":
+        return torch.randint(-120, 121, shape, dtype=torch.int8, device="cuda")
+    return random_heads("bf16" if format == "bf16" else "fp8", *shape)
 
 
 def _scales(format: Format, *shape: int, of_queries: bool = False) -> torch.Tensor | None:
@@ -248,7 +227,7 @@ def _by(attend: Sequence[Callable[..., Any]], is_portable: bool, form: Form) -> 
 
 
 def part_of(text: str) -> tuple[int, int]:
-    """ "I/N" -> I, N."""
+    """I and N of I/N."""
     part, _, parts = text.partition("/")
     return int(part), int(parts)
 

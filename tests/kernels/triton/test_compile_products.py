@@ -51,12 +51,14 @@ def bf16(m: int, turned: bool, k: int, n: int = 4096) -> Compiled:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("k", [4096, 1040])
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("m", [5, 32, 64, 300])
-def test_bf16(m: int, turned: bool, k: int) -> None:
+@pytest.mark.parametrize(
+    ("m", "n"), [(5, 4096), (32, 4096), (32, 150_000), (64, 4096), (300, 4096)]
+)
+def test_bf16(m: int, n: int, turned: bool, k: int) -> None:
     """One instruction in tiles of every size, each added to one sum, in all of a step's K."""
-    made = bf16(m, turned, k)
+    made = bf16(m, turned, k, n)
     assert_product(made, "bf16")
-    assert sums(made.ptx) == {gemm.cut_of_bf16(m, 4096).depth // 16}
+    assert sums(made.ptx) == {gemm.cut_of_bf16(m, n).depth // 16}
     # Sums of 128 by 128 fill the registers of four warps, which took 0.8 of the time of eight.
     assert_assembles(made, {100: 8, 103: 8} if m == 300 else None)
 

@@ -24,6 +24,7 @@ from isobit.kernels.operands import DeltaGradients, DeltaInputs, DeltaWeights
 from isobit.kernels.spec.delta_rule import gradients_of
 from isobit.kernels.triton.delta_rows import (
     EPSILON,
+    by_place,
     padded,
     sigmoid,
     vectors_at_once,
@@ -141,7 +142,7 @@ def rows_backward(
     tokens, heads, key_heads = len(x), shape.value_heads, shape.key_heads
     dq, dk, dv, d_decay, d_beta = d_rows
     d_mixed = torch.empty(tokens, shape.channels, dtype=torch.float32, device=x.device)
-    convolution = weights.convolution.t().contiguous()
+    convolution = by_place(weights.convolution)
     size = padded(max(shape.key_dim, shape.value_dim))
     vectors = vectors_at_once(tokens, size)
     _mixed_kernel[(triton.cdiv(tokens, vectors), 2 * key_heads + heads)](
