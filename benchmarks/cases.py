@@ -37,13 +37,29 @@ class RolloutCase:
     requests: int
     prompt_tokens: int
     new_tokens: int
+    spread: float = 0.0
+    """Of the logarithms of the lengths: then ``new_tokens`` is the longest, and the median a tenth
+    of it.
+    """
 
     @property
     def counted_tokens(self) -> int:
         """The tokens of "tokens per second": generated ones, or those of the prompts where only one
         is generated for each.
         """
-        return self.requests * (self.prompt_tokens if self.new_tokens == 1 else self.new_tokens)
+        if self.new_tokens == 1:
+            return self.requests * self.prompt_tokens
+        return sum(self.lengths(self.new_tokens))
+
+    def lengths(self, most: int) -> list[int]:
+        """New tokens of each request, the same for every engine, and at most so many."""
+        if not self.spread:
+            return [min(most, self.new_tokens)] * self.requests
+        chance = Random(0)  # noqa: S311 (no secret)
+        median = self.new_tokens / 10
+        drawn = (median * chance.lognormvariate(0, self.spread) for _ in range(self.requests - 1))
+        every = [self.new_tokens, *(max(1, min(self.new_tokens, round(n))) for n in drawn)]
+        return [min(most, n) for n in every]
 
 
 ROLLOUT_CASES = {
@@ -51,6 +67,7 @@ ROLLOUT_CASES = {
     "short": RolloutCase(256, 512, 1024),
     "long": RolloutCase(256, 512, 3584),
     "context": RolloutCase(16, 30720, 2048),
+    "ragged": RolloutCase(256, 512, 7680, spread=1.1),
 }
 MODES = (
     "bf16", "fp8-linear", "fp8", "fp8-int8-attention", "int8-linear", "int8", "int8-head",
@@ -80,13 +97,18 @@ def precision_of(mode: str) -> PrecisionConfig:
 
 
 def make_requests(
-    prompts: Iterable[Iterable[int]], new_tokens: int, samples: int = 1, visit: int = 0
+    prompts: Sequence[Iterable[int]],
+    new_tokens: int | Sequence[int],
+    samples: int = 1,
+    visit: int = 0,
 ) -> list[Request]:
-    """Requests at temperature 1 over the full vocabulary."""
-    sampling = SamplingParams(max_new_tokens=new_tokens, temperature=1.0)
+    """Requests of so many new tokens, of all or of each, at temperature 1 over the full
+    vocabulary.
+    """
+    every = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
     return [
-        Request(Prompt(f"bench/{i}", "", tuple(ids)), visit, samples, sampling)
-        for i, ids in enumerate(prompts)
+        Request(Prompt(f"bench/{i}", "", tuple(ids)), visit, samples, SamplingParams(n, 1.0))
+        for i, (ids, n) in enumerate(zip(prompts, every, strict=True))
     ]
 
 

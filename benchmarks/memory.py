@@ -293,12 +293,15 @@ def _speeds(source: str, row: Row) -> Iterator[Row]:
         yield {"phase": "forward", **about, **size, "head_tokens": 0, "seconds": row["seconds"]}
     elif row["engine"] == "native" and not row["stats"]["preemptions"]:
         case = ROLLOUT_CASES[row["case"]]
+        if case.spread:  # which the estimate does not know
+            return
         if case.new_tokens == 1:
             size = {"tokens": case.counted_tokens, "length": case.prompt_tokens}
             size["head_tokens"] = case.requests
             yield {"phase": "forward", **about, **size, "seconds": row["seconds"]}
         else:
-            yield {"phase": "rollout", **about, **asdict(case), "seconds": row["seconds"]}
+            sizes = {key: n for key, n in asdict(case).items() if key != "spread"}
+            yield {"phase": "rollout", **about, **sizes, "seconds": row["seconds"]}
     elif kind == "training" and row["note"] == "copy engines":
         yield {"phase": "round", **about, "ranks": row["ranks"], "seconds": row["round_s"]}
     elif kind == "step" and row["ranks"] == 1:

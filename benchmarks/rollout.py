@@ -8,8 +8,9 @@ model and random weights.
     python -m benchmarks.rollout steps --precisions fp8,int8 --counts 1,8,32,128 --out DIR
     python -m benchmarks.rollout table DIR          # markdown, and DIR/table.json
 
-CASES are some of prefill,short,long,context.  ``vllm`` runs where vLLM can be imported, and takes
-``context`` alone, in a call of its own.
+CASES are some of prefill,short,long,context, which are the default, and ragged, whose lengths are
+log-normal (no floor).  ``vllm`` runs where vLLM can be imported, and takes ``context`` alone, in a
+call of its own.
 
 Each command appends its rows to a file of DIR as they come, with the card's UUID, copy bandwidth
 and versions; ``table`` compares rows of one card.  All requests of a case come at once, prompts are
@@ -67,7 +68,7 @@ def make_commands() -> Commands:
         flag = "--mode" if command is theirs else "--precision"
         choices = tuple(PEER) if command is theirs else MODES
         command.add_argument(flag, dest="mode", choices=choices, required=True)
-        chosen = [case for case in ROLLOUT_CASES if command is not theirs or case != "context"]
+        chosen = ["prefill", "short", "long", *([] if command is theirs else ["context"])]
         command.add_argument("--cases", type=cases, default=chosen)
     each = commands.add("steps", steps)
     each.add_argument("--precisions", type=names_of(MODES, "precisions"), required=True)

@@ -91,8 +91,11 @@ def time_cases(
     for name in cases:
         case = ROLLOUT_CASES[name]
         prompts = rollout_prompts(case, policy.config.vocab_size)
-        warm_up = seconds_to_complete(engine, prompts, min(WARM_UP_TOKENS, case.new_tokens))
-        seconds = seconds_to_complete(engine, prompts, case.new_tokens)
+        lengths = case.lengths(case.new_tokens)
+        # Ragged ends have steps of every size, which are captured when they are first taken.
+        few = lengths if case.spread else min(WARM_UP_TOKENS, case.new_tokens)
+        warm_up = seconds_to_complete(engine, prompts, few)
+        seconds = seconds_to_complete(engine, prompts, lengths)
         if writer is None:
             continue
         writer.write(
@@ -156,15 +159,16 @@ def start(mode: str, shape: str, world: World = ALONE) -> tuple[SampledPolicy, N
 
 
 def seconds_to_complete(
-    engine: NativeEngine, prompts: Sequence[Sequence[int]], new_tokens: int
+    engine: NativeEngine, prompts: Sequence[Sequence[int]], new_tokens: int | Sequence[int]
 ) -> float:
     """Seconds until all completions are on the host, log-probabilities included."""
     requests = make_requests(prompts, new_tokens)
     began = perf_counter()
     completions = generate(engine, requests)
     seconds = perf_counter() - began
-    for (completion,) in completions:
-        assert len(completion.token_ids) == len(completion.log_probs) == new_tokens
+    for request, (completion,) in zip(requests, completions, strict=True):
+        wanted = request.sampling.max_new_tokens
+        assert len(completion.token_ids) == len(completion.log_probs) == wanted
         assert all(map(math.isfinite, completion.log_probs))
     return seconds
 
@@ -219,9 +223,10 @@ def run_peer(
             prompts = rollout_prompts(case, vocab_size)
             # 0: the log-probability of the sampled token only
             for log_probs in (None, 0) if name in with_log_probs else (None,):
-                few = min(WARM_UP_TOKENS, case.new_tokens)
+                few = case.lengths(WARM_UP_TOKENS)
                 warm_up = peer_seconds(llm, prompts, few, logprobs=log_probs)
-                seconds = peer_seconds(llm, prompts, case.new_tokens, logprobs=log_probs)
+                lengths = case.lengths(case.new_tokens)
+                seconds = peer_seconds(llm, prompts, lengths, logprobs=log_probs)
                 writer.write(
                     case=name,
                     log_probs=log_probs is not None,
@@ -290,20 +295,22 @@ def peer_engine(
 
 
 def peer_seconds(
-    llm: Any, prompts: Sequence[Sequence[int]], new_tokens: int, **options: Any
+    llm: Any, prompts: Sequence[Sequence[int]], new_tokens: int | Sequence[int], **options: Any
 ) -> float:
-    """Seconds until vLLM has all completions, sampled at temperature 1."""
+    """Seconds until vLLM has all completions, sampled at temperature 1; new tokens of all or of
+    each prompt.
+    """
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
     fixed = {"temperature": 1.0, "ignore_eos": True, "detokenize": False}
-    sampling = SamplingParams(max_tokens=new_tokens, **fixed, **options)
+    every = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
+    sampling = [SamplingParams(max_tokens=n, **fixed, **options) for n in every]
     inputs = [{"prompt_token_ids": ids} for ids in prompts]
     began = perf_counter()
     outputs = llm.generate(inputs, sampling, use_tqdm=False)
     seconds = perf_counter() - began
-    answers = [answer for request in outputs for answer in request.outputs]
-    assert len(answers) == len(prompts) * options.get("n", 1)
-    assert all(len(answer.token_ids) == new_tokens for answer in answers)
+    for n, request in zip(every, outputs, strict=True):
+        assert [len(answer.token_ids) for answer in request.outputs] == [n] * options.get("n", 1)
     return seconds
 
 

@@ -46,6 +46,8 @@ def run_floor(mode: str, shape: str, cases: Sequence[str], out: Path) -> None:
     config = model_shape(shape)
     if config.experts is not None:
         raise ConfigError(f"{shape} has experts, whose floor is not computed")
+    if any(ROLLOUT_CASES[name].spread for name in cases):
+        raise ConfigError("the floor of lengths that differ is not computed")
     card = measure_card()
     writer = RowWriter(out, "floor", mode, shape, card, versions())
     torch.manual_seed(0)

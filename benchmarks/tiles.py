@@ -11,7 +11,8 @@ Products are those of a layer of Qwen3-8B, attention is its 32 heads over 8 of 1
 choice: ``us`` in a captured graph, in which weights or layers take turns so that none is read from
 the L2 cache, ``in_use`` the choice of the back end, and ``equal``, whether the result has its bits.
 ``--part`` has other parts of keys than ``isobit.kernels.triton.attention.PART``, which belong to
-the bits; ``--in-use`` leaves out all other choices.  ``--compile I/N`` only compiles, each N-th
+the bits; parts of up to ``--few`` sequences have programs of their own in decode.  ``--in-use``
+leaves out all other choices.  ``--compile I/N`` only compiles, each N-th
 choice from the I-th on, so that N processes fill Triton's cache first: 40 s with 24 of them.
 """
 
@@ -30,7 +31,7 @@ from benchmarks.rollout_floor import graph_seconds
 from isobit.kernels.backend import back_end_of
 from isobit.kernels.hopper import attention as hopper_attention
 from isobit.kernels.hopper import int8 as hopper_int8
-from isobit.kernels.triton import attention, int8
+from isobit.kernels.triton import attention, attention_decode, attention_prefill, int8
 from isobit.kernels.triton.attention import Build, Form, PackedKeys, PagedKeys
 from isobit.kernels.triton.heads import PAGE_TOKENS
 from isobit.kernels.triton.int8 import Tiles
@@ -119,6 +120,7 @@ def lowered(asked: argparse.Namespace) -> str:
     """The back end, for which kernels are lowered from now on."""
     name = back_end_of("cuda")
     attention.PART = getattr(asked, "part", attention.PART)
+    attention_decode.FEW_SEQUENCES = getattr(asked, "few", attention_decode.FEW_SEQUENCES)
     if name == "triton":
         lower_for_sm_80()
     if asked.compile is None:
@@ -173,6 +175,7 @@ def decode(asked: argparse.Namespace) -> None:
         form, is_portable = _in_use(back_end, format)
         case: Row = {"decode": format, "sequences": count, "keys": asked.keys}
         case |= {"part": attention.PART, "back_end": back_end}
+        case |= {"apart": count <= attention_decode.FEW_SEQUENCES}
         pages = -(-asked.keys // PAGE_TOKENS)
         layers = [_pages(format, count * pages) for _ in range(4 if count > 64 else 16)]
         queries = _heads(format, count, HEADS, DIM)
@@ -180,7 +183,9 @@ def decode(asked: argparse.Namespace) -> None:
         table = torch.arange(count * pages, dtype=torch.int32, device="cuda").view(count, pages)
         lengths = torch.full((count,), asked.keys, dtype=torch.int32, device="cuda")
         attend = [
-            partial(attention.decode_attention, queries, scales, keys, table, lengths, asked.keys)
+            partial(
+                attention_decode.decode_attention, queries, scales, keys, table, lengths, asked.keys
+            )
             for keys in layers
         ]
         others = [] if asked.in_use else list(forms(form))
@@ -189,7 +194,8 @@ def decode(asked: argparse.Namespace) -> None:
 
 def prefill(asked: argparse.Namespace) -> None:
     back_end = lowered(asked)
-    for format, sequences in product(asked.formats, PREFILLS):
+    every = PREFILLS if asked.lengths is None else [asked.lengths]
+    for format, sequences in product(asked.formats, every):
         form, is_portable = _in_use(back_end, format)
         case: Row = {"prefill": format, "lengths": list(sequences)}
         case |= {"part": attention.PART, "back_end": back_end}
@@ -202,7 +208,7 @@ def prefill(asked: argparse.Namespace) -> None:
         counts = torch.tensor(sequences, dtype=torch.int32, device="cuda")
         starts = (counts.cumsum(0) - counts).int()
         attend = partial(
-            attention.prefill_attention, _heads(format, tokens, HEADS, DIM),
+            attention_prefill.prefill_attention, _heads(format, tokens, HEADS, DIM),
             _scales(format, tokens, HEADS, of_queries=True), keys, starts, counts, starts, counts,
             longest, longest,
         )  # fmt: skip
@@ -248,7 +254,10 @@ def main() -> int:
             command.add_argument("--in-use", action="store_true")
         if name == "decode":
             command.add_argument("--keys", type=int, default=665)
+            command.add_argument("--few", type=int, default=attention_decode.FEW_SEQUENCES)
             command.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 256])
+        if name == "prefill":
+            command.add_argument("--lengths", type=int, nargs="+")
     return run_command(parser)
 
 

@@ -7,7 +7,7 @@ import torch
 import triton
 
 from isobit.kernels.hopper.attention import form
-from isobit.kernels.triton import attention
+from isobit.kernels.triton import attention, attention_decode, attention_prefill
 from isobit.kernels.triton.heads import PAGE_TOKENS
 from tests.kernels.hopper.ahead_of_time import E4M3, compile_for_hopper
 
@@ -63,7 +63,7 @@ def test_decode(name: str, dim: int, parts: str, window: int) -> None:
         SEALS=False, WINDOW=window,
     )  # fmt: skip
     made = compile_for_hopper(
-        attention._decode_kernel, types(name, paged=True), constants | absent, 4,
+        attention_decode._decode_kernel, types(name, paged=True), constants | absent, 4,
         num_stages=how.decode_stages, maxnreg=how.decode_registers,
         # What does not change in the loop may wait there: four programs need it.
         most_stack=waiting[name] if dim in (96, 128) else 8 if parts == "in order" else 0,
@@ -84,7 +84,7 @@ def test_prefill(name: str, dim: int, parts: str, window: int) -> None:
         WINDOW=window,
     )  # fmt: skip
     made = compile_for_hopper(
-        attention._prefill_kernel, types(name, paged=False), constants | absent,
+        attention_prefill._prefill_kernel, types(name, paged=False), constants | absent,
         how.prefill_warps, num_stages=how.prefill_stages,
         # Joining a part with those before it happens once, outside the loop.
         most_stack=0 if dim == 64 else 248 if dim > 128 else 96 if split else 24,
@@ -97,4 +97,4 @@ def test_prefill(name: str, dim: int, parts: str, window: int) -> None:
 def test_join() -> None:
     constants = {"H": 32, "D": 128, "WIDTH": 128, "PART": attention.PART, "WINDOW": 0}
     constants |= {"SINKS": None}
-    compile_for_hopper(attention._join_kernel, TYPES, constants, 1)
+    compile_for_hopper(attention_decode._join_kernel, TYPES, constants, 1)

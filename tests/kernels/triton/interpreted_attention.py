@@ -22,15 +22,15 @@ from isobit.kernels.hopper.attention import HOPPER
 from isobit.kernels.spec.attention import TILE as EXACT_TILE
 from isobit.kernels.spec.attention import KeyTile, attend
 from isobit.kernels.spec.qkv import Heads, factors, stack_heads
-from isobit.kernels.triton import attention
+from isobit.kernels.triton import attention, attention_decode
 from isobit.kernels.triton.attention import (
     PORTABLE,
     Build,
     PackedKeys,
     PagedKeys,
-    decode_attention,
-    prefill_attention,
 )
+from isobit.kernels.triton.attention_decode import decode_attention
+from isobit.kernels.triton.attention_prefill import prefill_attention
 from isobit.kernels.triton.heads import PAGE_TOKENS
 from isobit.precision.quant_tensor import DTYPES, Format
 from tests.kernels.comparison import same
@@ -214,12 +214,12 @@ def check(
         assert (heads < 3e-3).all(), heads
     torch.testing.assert_close(sums, wanted_sums, rtol=1e-5, atol=1e-4)
     rows = sorted({0, 30, 63, 64, length // 2, length - 2, length - 1} & set(range(length)))
-    usual = attention.FEW_SEQUENCES
+    usual = attention_decode.FEW_SEQUENCES
     for few in {usual, 0} if length > attention.PART else {usual}:  # parts apart, and in order
-        attention.FEW_SEQUENCES = few
+        attention_decode.FEW_SEQUENCES = few
         decoded = case.decode(build, window, rows, sinks)
         assert all(map(torch.equal, decoded, (output[rows], sums[rows])))
-    attention.FEW_SEQUENCES = usual
+    attention_decode.FEW_SEQUENCES = usual
     first, last = length // 3 + 1, length - 3
     chunk = case.prefill(build, window, first, last, sinks)
     assert all(map(torch.equal, chunk, (output[first:last], sums[first:last])))

@@ -5,8 +5,9 @@ accurate as PyTorch's in BF16, and a sequence's bits do not depend on what is pa
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from isobit.kernels.triton.attention import PackedKeys, prefill_attention
+from isobit.kernels.triton.attention import PackedKeys
 from isobit.kernels.triton.attention_backward import attention_backward, sinks_backward
+from isobit.kernels.triton.attention_prefill import prefill_attention
 from isobit.precision.quant_tensor import Format
 from tests.kernels.comparison import relative_error
 from tests.kernels.triton.interpreted_attention import FORMATS, SINKS, Case, ints, prepare, take

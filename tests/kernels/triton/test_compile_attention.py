@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from isobit.kernels.triton import attention
+from isobit.kernels.triton import attention, attention_decode, attention_prefill
 from isobit.kernels.triton.attention import PORTABLE
 from isobit.kernels.triton.heads import HEAD_SIZES, PAGE_TOKENS
 from tests.kernels.hopper.ahead_of_time import Compiled
@@ -69,7 +69,7 @@ def decode(
     constants |= {"PAGE": PAGE_TOKENS, "N": 16, "STAGES": form.decode_stages, "SEALS": True}
     constants |= {"PARTS": parts}
     return compile_portable(
-        attention._decode_kernel, types, constants, form.decode_warps,
+        attention_decode._decode_kernel, types, constants, form.decode_warps,
         num_stages=form.decode_stages, maxnreg=form.decode_registers, most_stack=STACK,
     )  # fmt: skip
 
@@ -82,7 +82,7 @@ def prefill(
     constants |= {"NQ": form.queries, "STAGES": form.prefill_stages, "SPLIT": parts != "one"}
     types |= {} if format == "bf16" else {"V": "*fp16"}
     return compile_portable(
-        attention._prefill_kernel, types, constants, form.prefill_warps,
+        attention_prefill._prefill_kernel, types, constants, form.prefill_warps,
         num_stages=form.prefill_stages, most_stack=STACK,
     )  # fmt: skip
 
@@ -147,4 +147,6 @@ def test_join(dim: int) -> None:
     constants = {"H": 32, "D": dim, "WIDTH": triton.next_power_of_2(dim), "PART": attention.PART}
     for sinks in ({}, {"SINKS": None}):
         more = {"WINDOW": 0, **sinks}
-        assert_assembles(compile_portable(attention._join_kernel, TYPES, constants | more, 1))
+        assert_assembles(
+            compile_portable(attention_decode._join_kernel, TYPES, constants | more, 1)
+        )

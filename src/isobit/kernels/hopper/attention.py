@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from isobit.kernels.triton import attention
+from isobit.kernels.triton import attention_decode, attention_prefill
 from isobit.kernels.triton.attention import Build, Form
 from isobit.precision.quant_tensor import E4M3
 
@@ -37,5 +37,5 @@ def form(dtype: torch.dtype, dim: int) -> Form:
 
 
 HOPPER = Build(form, is_portable=False)
-decode_attention = partial(attention.decode_attention, build=HOPPER)
-prefill_attention = partial(attention.prefill_attention, build=HOPPER)
+decode_attention = partial(attention_decode.decode_attention, build=HOPPER)
+prefill_attention = partial(attention_prefill.prefill_attention, build=HOPPER)

@@ -11,6 +11,7 @@ from isobit.kernels.sizes import Sizes
 from isobit.kernels.triton import (
     attend,
     attention,
+    attention_decode,
     experts,
     head,
     linear,
@@ -129,7 +130,7 @@ class TritonBackend:
         part = attention.PART
         if length <= part:
             return part
-        if rows > attention.FEW_SEQUENCES:
+        if rows > attention_decode.FEW_SEQUENCES:
             return _ANY_LENGTH
         return part << 2 * (((-(-length // part) - 1).bit_length() + 1) // 2)
 

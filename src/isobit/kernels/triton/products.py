@@ -10,13 +10,10 @@ from typing import Protocol
 import torch
 
 from isobit.kernels.triton import grouped_gemm, int8_backward
-from isobit.kernels.triton.attention import (
-    PackedKeys,
-    PagedKeys,
-    decode_attention,
-    prefill_attention,
-)
+from isobit.kernels.triton.attention import PackedKeys, PagedKeys
 from isobit.kernels.triton.attention_backward import attention_backward
+from isobit.kernels.triton.attention_decode import decode_attention
+from isobit.kernels.triton.attention_prefill import prefill_attention
 from isobit.kernels.triton.dispatch import Dispatch, GroupedRows
 from isobit.kernels.triton.gemm import bf16_gemm_nn, bf16_gemm_nt, fp8_gemm_nt
 from isobit.kernels.triton.grouped_gemm import ExpertMatrices, grouped_gemm_nt
