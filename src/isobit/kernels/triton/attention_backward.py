@@ -44,14 +44,10 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.triton.attention import (
-    PORTABLE,
-    Build,
-    PackedKeys,
+from isobit.kernels.triton.attention import PORTABLE, Build, PackedKeys, as_read, checked
+from isobit.kernels.triton.attention_tile import (
     _factor,
     _within,
-    as_read,
-    checked,
 )
 from isobit.kernels.triton.device_functions import add_block_sums
 from isobit.kernels.triton.e4m3 import decoded

@@ -13,10 +13,8 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.triton import attention
-from isobit.kernels.triton.attention import (
-    PORTABLE,
-    Build,
-    PagedKeys,
+from isobit.kernels.triton.attention import PORTABLE, Build, PagedKeys, as_read, checked
+from isobit.kernels.triton.attention_tile import (
     _final_sum,
     _first_seen,
     _join,
@@ -24,8 +22,6 @@ from isobit.kernels.triton.attention import (
     _weigh,
     _with_sink,
     _within,
-    as_read,
-    checked,
 )
 from isobit.kernels.triton.e4m3 import decoded
 from isobit.kernels.triton.heads import MOST_QUERY_HEADS, PAGE_TOKENS

@@ -11,10 +11,8 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.triton import attention
-from isobit.kernels.triton.attention import (
-    PORTABLE,
-    Build,
-    PackedKeys,
+from isobit.kernels.triton.attention import PORTABLE, Build, PackedKeys, as_read, checked
+from isobit.kernels.triton.attention_tile import (
     _final_sum,
     _first_seen,
     _join,
@@ -22,8 +20,6 @@ from isobit.kernels.triton.attention import (
     _weigh,
     _with_sink,
     _within,
-    as_read,
-    checked,
 )
 
 

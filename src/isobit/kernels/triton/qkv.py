@@ -46,7 +46,8 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.operands import QkvTransform
-from isobit.kernels.triton.attention import SCALES, PackedKeys, PagedKeys, _within
+from isobit.kernels.triton.attention import SCALES, PackedKeys, PagedKeys
+from isobit.kernels.triton.attention_tile import _within
 from isobit.kernels.triton.device_functions import hadamard, rotated
 from isobit.kernels.triton.e4m3 import decoded, rounded
 from isobit.kernels.triton.heads import HEAD_SIZES, PAGE_TOKENS

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.operands import QkvGradients, QkvTransform
-from isobit.kernels.triton.attention import _within
+from isobit.kernels.triton.attention_tile import _within
 from isobit.kernels.triton.device_functions import add_block_sums, hadamard, rotated
 from isobit.kernels.triton.qkv import _inverse_root, _load, _row
 
