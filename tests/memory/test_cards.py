@@ -104,3 +104,36 @@ def test_what_a_time_was_scaled_by_is_said(
         assert said in text
     assert ("no row is of a card like this one" in text) == (name != "h200")
     assert ("such of FP16" in text) == (card.back_end == "triton" and precision == "fp8")
+
+
+@pytest.mark.parametrize(
+    "text", ["4090", "RTX4090", "rtx 4090", "RTX-4090", "GeForce RTX 4090", "NVIDIA_RTX_4090"]
+)
+def test_a_card_is_known_by_its_number_and_by_its_seller_s_name(text: str) -> None:
+    assert read_card(text) is GPUS["rtx4090"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("200", "may be h200, b200 or a size of 200 GiB: write the name, or 200GiB"),
+        ("100", "may be h100, a100-40, a100-80 or a size of 100 GiB"),
+        ("4080", "no GPU has 4,080 GiB; name it as --gpu rtx4090 does, or give the GiB"),
+        ("24564", "no GPU has 24,564 GiB"),
+        ("1e300", "no GPU has 1e300 GiB"),
+        ("rtx4080", "'rtx4080' is not known"),
+        ("24GB", "'24GB' is not known"),
+        ("nan", "'nan' is not known"),
+        ("-80", "'-80' is not known"),
+    ],
+)
+def test_a_number_that_may_be_another_card_is_no_size(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_card(text)
+    assert said in str(raised.value)
+
+
+def test_a_size_has_its_unit_or_none() -> None:
+    for text in ("79.2", "79.2GiB", "79.2 gib"):
+        assert read_card(text).total == int(79.2 * (1 << 30))
+    assert read_card("200GiB").name == "200-GiB GPU"

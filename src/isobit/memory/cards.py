@@ -106,20 +106,46 @@ MEASURED = GPUS["h200"]
 """The card of all measured rows."""
 
 
+_MOST_GIB = 1024
+_SIZE = re.compile(r"(\d+\.?\d*(?:e\d+)?) ?(gib)?", re.ASCII)
+
+
 def read_card(text: str) -> Card:
-    """A name of ``GPUS``, or the GiB that a process has. Raises ConfigError for another word."""
-    if (card := GPUS.get(text.lower())) is not None:
+    """A name of ``GPUS``, with or without its maker's words, or the GiB that a process has.  Raises
+    ConfigError for another word, and for a number that may be another card's.
+    """
+    word = text.strip().lower()
+    if (card := _named(word)) is not None:
         return card
-    try:
-        gib_of_it = float(text)
-    except ValueError:
-        gib_of_it = 0.0
-    if not 0 < gib_of_it < 1 << 20:
+    size = _SIZE.fullmatch(word)
+    if size is None or not float(size[1]):
         raise ConfigError(
             f"the GPU {text!r} is not known; known are {', '.join(GPUS)}, or name the GiB that a "
             "process has of it, for example 79.2"
         )
-    return Card(f"{gib_of_it:g}-GiB GPU", int(gib_of_it * _GIB))
+    number, unit = size.groups()
+    if float(number) > _MOST_GIB:
+        shown = f"{float(number):,.0f}" if len(number) < 10 and "e" not in number else number[:40]
+        raise ConfigError(
+            f"no GPU has {shown} GiB; name it as --gpu rtx4090 does, or give the GiB that a "
+            f"process has of it, as --gpu 22.5 does; known are {', '.join(GPUS)}"
+        )
+    cards = [name for name in GPUS if unit is None and number in re.findall(r"\d{3,}", name)]
+    if cards:
+        raise ConfigError(
+            f"--gpu {text} may be {', '.join(cards)} or a size of {number} GiB: write the name, or "
+            f"{number}GiB"
+        )
+    return Card(f"{float(number):g}-GiB GPU", int(float(number) * _GIB))
+
+
+def _named(word: str) -> Card | None:
+    """The card of a name as sellers write it, or of a number that is that of one card alone."""
+    plain = re.sub(r"nvidia|geforce|[\s_-]", "", word)
+    names = {name.replace("-", ""): card for name, card in GPUS.items()}
+    if (card := names.get(plain) or names.get(plain.removesuffix("gb"))) is not None:
+        return card
+    return names.get(f"rtx{plain}")
 
 
 def card_here(device: str, total: int, back_end: str) -> Card:
