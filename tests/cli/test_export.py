@@ -1,9 +1,16 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from isobit.cli.main import main
+from isobit.models.adapter_folder import write_adapters
+from isobit.models.adapters import adapter_masters, peft_tensors
+from isobit.models.config import Lora
+from isobit.models.folder import read_any_config
+from isobit.starter import starter_folder
 
 FP8 = ["starter", "--to", "out", "--format", "fp8"]
 
@@ -52,3 +59,27 @@ def test_what_cannot_be_used_is_an_error_without_a_traceback(
     assert main(arguments) == 2
     assert text in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("format", "kind"), [("bf16", ""), ("fp8", "E4M3"), ("int8", "INT8")])
+def test_merged_adapters_are_said_to_be_another_function(
+    format: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = read_any_config(starter_folder())
+    config = replace(config, lora=Lora(2, 4.0, ("q_proj", "down_proj")))
+    masters = {
+        name: torch.full(master.shape, 1e-2) for name, master in adapter_masters(config).items()
+    }
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    assert config.lora is not None
+    write_adapters(adapters, config.lora, starter_folder(), peft_tensors(config, masters, {}))
+    assert main(["export", str(adapters), "--to", str(tmp_path / "peft")]) == 0
+    assert "MB in 1 file of tensors, fp32" in capsys.readouterr().out
+    merged = ["--to", str(tmp_path / "merged"), "--merge", "--format", format]
+    assert main(["export", str(adapters), *merged]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "rounding moved their matrices by" in said and "of what the adapters change" in said
+    assert "another function than the one that was trained" in said
+    assert "own bytes" not in said
+    assert (f"28 matrices in {kind}, quantised anew" in said) == bool(kind)

@@ -30,10 +30,10 @@ from isobit.models.folder import (
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy, random_masters, random_policy
 from isobit.models.published import PublishedWeights
-from isobit.models.saving import save_policy
+from isobit.models.saving import MergedTensors, save_policy
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import DTYPES
+from isobit.precision.quant_tensor import DTYPES, Int8Rows, hadamard_matrix, rotation_size
 from isobit.starter import starter_folder
 from isobit.util.errors import ConfigError, MismatchError, ModelError
 from tests.models.exactness_probe import packed, paged
@@ -432,8 +432,46 @@ def test_merged_matrices_are_the_sum_rounded_once(base: Path, tmp_path: Path) ->
     coarse = export(source, tmp_path / "fp8", "fp8", PrecisionConfig(preset="fp8"), merge=True)
     assert coarse.rounding is not None
     assert coarse.rounding > 4 * result.rounding
+    card = (tmp_path / "fp8" / "README.md").read_text()
+    assert f"Rounding moved them by {100 * coarse.rounding:.1f}% (rms) of what" in card
     with pytest.raises(ConfigError, match="add --merge"):
         export(source, tmp_path / "no", "fp8")
+
+
+def test_rounding_in_int8_is_measured_in_the_numbers_that_are_stored(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are those of the sum with its norms folded, behind a Hadamard matrix."""
+    write_model(trained(base, "int8"), tmp_path / "adapters")
+    source = find_source(tmp_path / "adapters", None, lambda line: None)
+    source = replace(source, precision=named_precision("int8"))  # as of a run's
+    capsys.readouterr()
+    found = export(source, tmp_path / "int8", "int8", merge=True)
+    assert "2 channels of 2 norms" in capsys.readouterr().err
+    assert source.adapters is not None
+    merged = MergedTensors(source.tensors, source.adapters, ALL.scale)
+    written = load_policy(found.folder, "int8", trainable=False)
+    norms = {
+        "qkv": ("layers.0.input_norm.weight", "model.layers.0.input_layernorm.weight"),
+        "gate_up": (
+            "layers.1.post_attention_norm.weight", "model.layers.1.post_attention_layernorm.weight",
+        ),
+    }  # fmt: skip
+    errors = changes = 0.0
+    for path, linear in written.weights("rollout").linears.items():
+        parts = list(written.decoder.masters()[f"{path}.weight"].parts)
+        exact = torch.cat([merged.tensor(part) for part in parts])
+        change = torch.cat([merged.tensor(part) - source.tensors.tensor(part) for part in parts])
+        for reader, (ours, theirs) in norms.items():
+            if path.startswith(ours[:9]) and reader in path:
+                factor = source.tensors.tensor(theirs) / written.weights("rollout").plain[ours]
+                exact, change = exact * factor, change * factor
+        matrix, size = linear.matrix, rotation_size(exact.shape[1])
+        assert isinstance(matrix, Int8Rows)
+        rows = (matrix.values * matrix.scales[:, None]).view(-1, size) @ hadamard_matrix(size)
+        errors += float((rows.view(exact.shape) - exact).square().sum())
+        changes += float(change.square().sum())
+    assert found.rounding == pytest.approx((errors / changes) ** 0.5, rel=1e-3)
 
 
 def test_models_that_cannot_have_adapters_are_refused_by_name() -> None:

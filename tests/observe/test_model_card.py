@@ -13,12 +13,13 @@ import yaml
 from isobit.config.precision import PrecisionConfig
 from isobit.models.config import Lora, ModelConfig
 from isobit.models.decoder import build_decoder
-from isobit.observe.model_card import CardFacts, model_card
+from isobit.observe.model_card import CardFacts, Merge, model_card
 from isobit.observe.run_record import read_run
 from isobit.precision.flow import build_flow
 from isobit.run.loop import train
 
 CONFIG = ModelConfig("qwen3", 64, 128, 128, 2, 4, 4, 32, 128, 1e-6, 1e4, False)
+DECODER = build_decoder(CONFIG).shape
 FACTS = CardFacts(
     "mine", "starter", CONFIG, None, None, (), {"a.safetensors": "0" * 64}, None, None
 )
@@ -219,6 +220,34 @@ def test_the_card_of_adapters_is_pefts(run: Path, tmp_path: Path) -> None:
     local = model_card(replace(facts, start=tmp_path / "my models"))
     assert "base_model" not in front_matter(local)
     assert "model `./my models`: the" in local and 'from_pretrained("BASE")' in local
+
+
+@pytest.mark.parametrize("format", [None, "fp8", "int8"])
+def test_the_card_of_merged_adapters_says_that_its_figures_are_of_another_function(
+    format: Any, run: Path
+) -> None:
+    flow = None if format is None else build_flow(PrecisionConfig(preset=format), DECODER)
+    assert ADAPTERS.lora is not None
+    facts = replace(FACTS, in_8_bits=format, flow=flow, merge=Merge(ADAPTERS.lora, 3.671))
+    card = model_card(replace(facts, record=read_run(run), step=3))
+    assert "with LoRA adapters of rank 4 (alpha 8; q_proj, v_proj) merged into it" in card
+    assert "another function than the one that was trained" in card
+    assert "Rounding moved them by 367.1% (rms) of what the adapters change" in card
+    warned = card.index("These figures are not of the weights in this folder")
+    assert warned < card.index("75.0% | 3 |") and warned < card.index("Of 1,507 log-prob")
+    assert "in the flow `fp8`" in card
+    assert "model-index" not in front_matter(card)
+    assert "samples with" not in card
+    assert ("quantised anew, from the merged matrices" in card) == (format is not None)
+    alone = model_card(facts)
+    assert "merged into it" in alone and "These figures" not in alone
+
+
+def test_figures_of_a_run_in_another_flow_are_said_to_be(run: Path) -> None:
+    facts = replace(FACTS, record=read_run(run), step=3, in_8_bits="int8", sampled_in="fp8")
+    card = model_card(facts)
+    assert "they are of the run's policy, in the flow `fp8`." in card
+    assert "model-index" not in front_matter(card)
 
 
 def test_no_place_of_this_machine_is_in_a_card(run: Path, tmp_path: Path) -> None:

@@ -113,14 +113,19 @@ def _describe(result: "ExportResult", address: str | None = None) -> list[str]:
         f"{address or result.folder}: {result.num_bytes / 1e6:,.1f} MB in {files}, {result.format}"
     ]
     if result.rounding is not None:
-        lines.append(
+        lost = ", so that most of it is lost" if result.rounding > 0.5 else ""
+        lines += [
             f"adapters are merged: rounding moved their matrices by {100 * result.rounding:.1f}% "
-            f"(rms) of what the adapters change"
-        )
+            f"(rms) of what the adapters change{lost}",
+            "this is another function than the one that was trained, with adapters beside their "
+            "base: measure it again (`isobit eval`)",
+        ]
     if result.quantised:
         own = "the policy's own bytes"
         kind = "INT8" if result.format == "int8" else "E4M3"
-        if result.sampled_in is not None:
+        if result.rounding is not None:
+            own = "quantised anew, from the merged matrices"
+        elif result.sampled_in is not None:
             own = f"quantised anew: the run sampled in {result.sampled_in}"
         lines.append(f"{result.quantised} matrices in {kind}, {own}")
     if result.format == "int8":

@@ -42,10 +42,10 @@ from isobit.models.saving import (
     stored_contents,
     write_folder,
 )
-from isobit.observe.model_card import CARD_FILE, CardFacts, model_card
+from isobit.observe.model_card import CARD_FILE, CardFacts, Merge, model_card
 from isobit.observe.run_record import RunRecord, read_run
 from isobit.precision.flow import PrecisionFlow, build_flow
-from isobit.precision.quant_tensor import QuantTensor
+from isobit.precision.quant_tensor import QuantTensor, measure_published
 from isobit.run.model_source import source_config
 from isobit.store.checkpoint import MASTERS, Checkpoint, folders_by_step, read_checkpoint
 from isobit.store.directory import RunDirectory, is_run
@@ -77,6 +77,8 @@ class ExportSource:
     """Steps of the run that the model has learnt from."""
     adapters: Mapping[str, torch.Tensor] | None = None
     """A and B by PEFT's names, with LoRA; then ``tensors`` are those of the base."""
+    merged: Lora | None = None
+    """The adapters that ``tensors`` have been given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +268,8 @@ class ExportResult:
     """A folder that was written."""
 
     folder: Path
-    format: ExportFormat
+    format: ExportFormat | Literal["fp32"]
+    """FP32 of adapters alone."""
     num_bytes: int
     """Bytes of all tensors."""
     files: int
@@ -307,13 +310,16 @@ def export(
         if not merge:
             return _export_adapters(source, target)
         merged = _merged(source)
-        source = replace(source, config=without_adapters(source.config), tensors=merged)
+        lora = source.config.lora
+        source = replace(
+            source, config=without_adapters(source.config), tensors=merged, merged=lora
+        )
     flow = _flow(source, format, precision)
     contents = _contents(source, format, flow)
     needed = total_bytes(contents.layout) + _OTHER_FILES
     check_free(target, needed, f"the folder {target}")
     with disk_errors(target.parent, f"the folder {target}", needed, "export again"):
-        digests = _write(source, target, contents, flow, shard_bytes)
+        digests, rounding = _write(source, target, contents, flow, shard_bytes, merged)
     return ExportResult(
         target,
         format,
@@ -322,7 +328,7 @@ def export(
         contents.num_quantised,
         _sampled_in(source, flow),
         contents.not_whole,
-        None if merged is None or format == "int8" else _rounding(source, merged, target),
+        rounding,
     )
 
 
@@ -361,7 +367,7 @@ def _export_adapters(source: ExportSource, target: Path) -> ExportResult:
         write_adapters(partial, lora, source.tokenizer_from, tensors)
         copy_tokenizer(source.tokenizer_from, partial)
         _write_card(source, target.name, partial, {})
-    return ExportResult(target, "bf16", size, 1, 0, None, ())
+    return ExportResult(target, "fp32", size, 1, 0, None, ())
 
 
 def _merged(source: ExportSource) -> MergedTensors:
@@ -371,17 +377,26 @@ def _merged(source: ExportSource) -> MergedTensors:
     return MergedTensors(source.tensors, tensors, lora.scale)
 
 
-def _rounding(source: ExportSource, merged: MergedTensors, target: Path) -> float:
-    """``ExportResult.rounding``, of a folder that was written."""
-    written = FolderCheckpoint.open(target, source.config)
+def _rounding(
+    source: ExportSource, merged: MergedTensors, contents: Contents, folder: Path
+) -> float:
+    """``ExportResult.rounding``, of the tensors that were written into ``folder``."""
+    written = FolderCheckpoint.open(folder, source.config)
     errors = 0.0
     changes = 0.0
     for name in checkpoint_shapes(source.config):
         change = merged.change(name)
-        if change is not None:
-            exact = source.tensors.tensor(name).double()
-            errors += float((written.tensor(name).double() - exact).square().sum())
-            changes += float(change.square().sum())
+        if change is None:
+            continue
+        exact = source.tensors.tensor(name)
+        if name in contents.folded:
+            exact, change = exact * contents.folded[name], change * contents.folded[name]
+        changes += float(change.square().sum())
+        rows = written.int8_rows(name)
+        if rows is None:
+            errors += float((written.tensor(name).double() - exact.double()).square().sum())
+        else:
+            errors += measure_published(exact, rows).squared_errors or 0.0
     return (errors / changes) ** 0.5 if changes else 0.0
 
 
@@ -440,7 +455,8 @@ def _contents(source: ExportSource, format: ExportFormat, flow: PrecisionFlow | 
     if flow is None:
         return stored_contents(source.config, source.tensors)
     if format == "int8":
-        own = source.precision is not None and _sampled_in(source, flow) is None
+        is_own = source.precision is not None and _sampled_in(source, flow) is None
+        own = is_own and source.merged is None  # with LoRA the tensors are a folder's
         return int8_contents(source.config, flow, source.tensors, fold=not own)
     return fp8_contents(source.config, flow, source.tensors)
 
@@ -458,13 +474,15 @@ def _write(
     contents: Contents,
     flow: PrecisionFlow | None,
     shard_bytes: int,
-) -> dict[str, str]:
-    """-> the SHA-256 of each file of tensors."""
+    merged: MergedTensors | None,
+) -> tuple[dict[str, str], float | None]:
+    """-> the SHA-256 of each file of tensors, and ``ExportResult.rounding``."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with new_folder(target) as partial:
         digests = write_folder(partial, source.config, contents, source.tokenizer_from, shard_bytes)
-        _write_card(source, target.name, partial, digests, contents, flow)
-    return digests
+        rounding = None if merged is None else _rounding(source, merged, contents, partial)
+        _write_card(source, target.name, partial, digests, contents, flow, rounding)
+    return digests, rounding
 
 
 def _write_card(
@@ -474,6 +492,7 @@ def _write_card(
     digests: dict[str, str],
     contents: Contents | None = None,
     flow: PrecisionFlow | None = None,
+    rounding: float | None = None,
 ) -> None:
     """The card of a folder whose other files are written; ``contents`` are a whole model's."""
     others = sorted(file for file in partial.iterdir() if file.name not in digests)
@@ -489,5 +508,6 @@ def _write_card(
         record=source.record,
         step=source.step,
         start=source.tokenizer_from,
+        merge=None if source.merged is None else Merge(source.merged, rounding or 0.0),
     )
     (partial / CARD_FILE).write_text(model_card(facts), encoding="utf-8")

@@ -333,6 +333,13 @@ class FolderCheckpoint:
         shape = self.tensors[name].shape
         return self._read_fp8(Master(shape, {name: shape[0]}), torch.device("cpu"))
 
+    def int8_rows(self, name: str) -> Int8Rows | None:
+        """A matrix that is stored in INT8, on the host, else None."""
+        if name not in self.in_int8:
+            return None
+        tensor = self.tensors[name]
+        return Int8Rows(tensor.mapped, read_int8_scales(tensor, self.scales[name]))
+
     def _read(self, master: Master, device: torch.device) -> torch.Tensor:
         make = torch.empty if master.parts else torch.zeros
         values = make(master.shape, dtype=torch.float32, device=device)

@@ -26,7 +26,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -126,6 +126,8 @@ class Contents:
     """``quantization_config`` of config.json; None if no matrix is in 8 bits."""
     not_whole: tuple[str, ...] = ()
     """Matrices in E4M3 that are written in BF16 because a size is no multiple of 128."""
+    folded: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    """Factors [1, K] of the columns of matrices behind norms that were folded, by matrix."""
 
     @property
     def num_quantised(self) -> int:
@@ -231,7 +233,13 @@ def int8_contents(
             layout[name + INT8_SCALES_SUFFIX] = _meta((len(tensor), 1), torch.float32)
     sizes = {name: rotation_size(layout[name].shape[1]) for name in sites}
     quantization = int8_config(sizes, layout.keys(), _kept_modules(layout, sites.keys()))
-    numbers = _folded(config, flow, tensors) if fold else tensors.tensor
+    folded = _folded(config, flow, tensors) if fold else {}
+
+    def numbers(name: str) -> torch.Tensor:
+        factor, values = folded.get(name), tensors.tensor(name)
+        if factor is None:
+            return values
+        return factor if factor.ndim == 1 else values.float() * factor
 
     def value(name: str) -> torch.Tensor:
         matrix = name.removesuffix(INT8_SCALES_SUFFIX)
@@ -243,13 +251,14 @@ def int8_contents(
             return published.values
         return published.scales.double().mul_(math.sqrt(sizes[matrix])).float()[:, None]
 
-    return Contents(layout, value, quantization)
+    factors = {name: factor for name, factor in folded.items() if factor.ndim == 2}
+    return Contents(layout, value, quantization, folded=factors)
 
 
-def _folded(
-    config: ModelConfig, flow: PrecisionFlow, tensors: Tensors
-) -> Callable[[str], torch.Tensor]:
-    """The numbers of each tensor after ``fold_norms``, of which a row stands for a matrix here."""
+def _folded(config: ModelConfig, flow: PrecisionFlow, tensors: Tensors) -> dict[str, torch.Tensor]:
+    """What ``fold_norms`` changes: the new numbers of norms, and factors [1, K] of the columns of
+    matrices.
+    """
     described, channels = build_decoder(config).masters(), list[int]()
     graphs = (flow.rollout, flow.training)
     int8 = {site.name for graph in graphs for site in graph.sites if site.forward == "int8"}
@@ -269,14 +278,7 @@ def _folded(
             factors |= dict.fromkeys(described[name].parts, row)
     if channels:
         say(about_folded(channels))
-
-    def numbers(name: str) -> torch.Tensor:
-        factor, values = factors.get(name), tensors.tensor(name)
-        if factor is None:
-            return values
-        return factor if factor.ndim == 1 else values.float() * factor
-
-    return numbers
+    return factors
 
 
 def _sites_to_write(config: ModelConfig, flow: PrecisionFlow) -> dict[str, Site]:

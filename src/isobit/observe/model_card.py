@@ -19,7 +19,7 @@ import isobit
 from isobit.config.reward import WHOLE
 from isobit.models.adapter_folder import LOCAL, base_name
 from isobit.models.adapters import adapter_masters
-from isobit.models.config import ModelConfig
+from isobit.models.config import Lora, ModelConfig
 from isobit.models.decoder import parameter_count
 from isobit.models.folder import base_folder
 from isobit.models.hub import is_hub_name
@@ -37,6 +37,15 @@ from compressed_tensors.transform import TransformConfig, apply_transform_config
 stored = json.load(open("FOLDER/config.json"))["quantization_config"]["transform_config"]
 apply_transform_config(model, TransformConfig.model_validate(stored))
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Adapters that were added to the matrices of their base."""
+
+    lora: Lora
+    rounding: float
+    """The rms of what rounding changes over that of what the adapters change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,8 @@ class CardFacts:
     """The folder of the model that this one was made from, whose licence is taken over."""
     sampled_in: str | None = None
     """The preset that the run sampled in, where the 8 bits are of another flow."""
+    merge: Merge | None = None
+    """The adapters that the tensors have been given, if they are a base's."""
 
 
 def model_card(facts: CardFacts) -> str:
@@ -71,7 +82,7 @@ def model_card(facts: CardFacts) -> str:
         facts = replace(facts, record=record)
     sections = [f"---\n{_front_matter(facts)}\n---", f"# {_plain(facts.name)}", _opening(facts)]
     if record is not None:
-        sections += ["## Training", _table(("", ""), _settings(record))]
+        sections += ["## Training", _table(("", ""), _settings(record)), *_about_figures(facts)]
         sections += [*_evaluations(record), *_exactness(record)]
     sections += _formats(facts)
     sections += ["## Loading", f"```python\n{_loading(facts)}```"]
@@ -123,7 +134,7 @@ def _front_matter(facts: CardFacts) -> str:
         datasets=_hub_datasets(record.setting("config", "data", "train")) if record else None,
         tags=[*tags, *([facts.in_8_bits] if facts.in_8_bits else [])],
         model_name=_one_line(facts.name),
-        eval_results=_results(record) if record else None,
+        eval_results=_results(record) if record and not _is_another_function(facts) else None,
     )
     return data.to_yaml().strip()
 
@@ -180,16 +191,20 @@ def _results(record: RunRecord) -> list[EvalResult] | None:
     return found or None
 
 
+def _adapters(lora: Lora) -> str:
+    scale = f"alpha {lora.alpha:g}{', rsLoRA' if lora.rslora else ''}"
+    return f"LoRA adapters of rank {lora.rank} ({scale}; {', '.join(lora.targets)})"
+
+
 def _what(facts: CardFacts) -> str:
     lora = facts.config.lora
     if lora is not None:
         masters = adapter_masters(facts.config).values()
         numbers = sum(prod(master.shape) for master in masters)
         base = "another one" if facts.start is None else _place(base_name(facts.start)[0])
-        scale = f"alpha {lora.alpha:g}{', rsLoRA' if lora.rslora else ''}"
         return (
-            f"LoRA adapters of rank {lora.rank} ({scale}; {', '.join(lora.targets)}), "
-            f"{numbers:,} parameters in FP32, for the {facts.config.family} language model {base}"
+            f"{_adapters(lora)}, {numbers:,} parameters in FP32, for the {facts.config.family} "
+            f"language model {base}"
         )
     parameters = parameter_count(facts.config)
     kind = "reward model" if facts.config.score_head else "language model"
@@ -205,13 +220,25 @@ def _what(facts: CardFacts) -> str:
 
 
 def _opening(facts: CardFacts) -> str:
-    what = _what(facts)
+    what, merged = _what(facts), ""
+    if (merge := facts.merge) is not None:
+        what += f", with {_adapters(merge.lora)} merged into it"
+        merged = (
+            " A matrix with adapters is the sum of the base's and theirs, rounded once: another "
+            "function than the one that was trained, with the adapters beside their base. "
+            f"Rounding moved them by {100 * merge.rounding:.1f}% (rms) of what the adapters change."
+        )
     if facts.record is None:
-        return f"{what}; written by Isobit {isobit.__version__} from {_place(facts.source)}."
+        return (
+            f"{what}; written by Isobit {isobit.__version__} from {_place(facts.source)}.{merged}"
+        )
     kind = "reinforcement learning" if _is_rl(facts.record) else "fine-tuning"
     steps = "step" if facts.step == 1 else "steps"
     when = f"after {facts.step} {steps}" if facts.step is not None else "at its end"
-    return f"{what}: the model of a run of {kind} {when}, written by Isobit {isobit.__version__}."
+    return (
+        f"{what}: the model of a run of {kind} {when}, written by Isobit {isobit.__version__}."
+        f"{merged}"
+    )
 
 
 _FLOWS = {
@@ -274,6 +301,20 @@ def _data_names(entry: Any) -> list[str]:
     return [f"{_plain(key)}: {', '.join(_data_names(value))}" for key, value in entry.items()]
 
 
+def _about_figures(facts: CardFacts) -> Iterator[str]:
+    """What the figures of the run are of, where it is not the folder's weights."""
+    if facts.record is not None and _is_another_function(facts):
+        beside = "" if facts.merge is None else "with the adapters beside their base, "
+        yield (
+            "These figures are not of the weights in this folder: they are of the run's policy, "
+            f"{beside}in the flow {_code(facts.record.flow)}."
+        )
+
+
+def _is_another_function(facts: CardFacts) -> bool:
+    return facts.merge is not None or facts.sampled_in is not None
+
+
 def _evaluations(record: RunRecord) -> list[str]:
     """Each evaluation set at the first and the last measurement."""
     lines = []
@@ -319,7 +360,9 @@ def _formats(facts: CardFacts) -> Iterator[str]:
     if facts.in_8_bits:
         use = "scores" if facts.config.score_head else "samples"
         bytes_of = f"the bytes that Isobit {use} with"
-        if facts.sampled_in is not None:
+        if facts.merge is not None:
+            bytes_of = "quantised anew, from the merged matrices"
+        elif facts.sampled_in is not None:
             bytes_of = f"quantised anew, since the run sampled in the flow {facts.sampled_in}"
         yield (
             "A matrix `X.weight` is E4M3 with a scale for each block of 128x128 in "
