@@ -5,6 +5,7 @@ Inspections of folders, as a record and as text.
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -247,6 +248,11 @@ def test_the_text_fits_a_terminal(folder: Path, gpu: str | None) -> None:
     for words in ("qwen2, ", "3 layers", "the 21 matrices in E4M3: fp8", "  all ", "2^5", "BF16"):
         assert words in page, words
     assert ("on an H200 with 139 GiB free" in page) == (gpu is not None)
+    assert any(line.startswith("  fp32 ") for line in text) == (gpu is None), "not on a GPU"
+    said = re.search(r"if all 256 completions have (\d+) tokens, behind prompts of (\d+)", page)
+    assert (said is not None) == (gpu is not None)
+    if said is not None:
+        assert found.gpu is not None and sum(map(int, said.groups())) == found.gpu.longest
     json.dumps(found.as_json(), allow_nan=False)
 
 

@@ -13,12 +13,15 @@ import torch
 
 from isobit.commands import dry_run
 from isobit.commands.dry_run import DryRun, plan_training
+from isobit.config.commands import InspectConfig
 from isobit.config.recipes import RunConfig
 from isobit.kernels.backend import support
 from isobit.memory.cards import Card, read_card
 from isobit.memory.device import DevicePlan
 from isobit.memory.host import MemoryEstimate
+from isobit.memory.speed import describe_step
 from isobit.models import policy
+from isobit.observe.inspection import inspect_folder
 from isobit.parallel.gradient_sum import ONE_SLOT
 from isobit.parallel.world import World
 from isobit.rollout.native import NativeEngine
@@ -268,6 +271,46 @@ def test_a_gpu_that_is_not_here_is_planned_without_the_weights_and_this_machine(
         assert "time, estimated:" in text and "measured on an NVIDIA H200" in text
         assert "weights not here" in text and re.search(r"disk: [\d.]+ GiB for", text)
         assert ("the most that were measured" in text) == (gpus == 8)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"precision": "fp8-rollout"},
+        {"training": {"old_log_probs": "recomputed"}},
+        {"training": {"shared_prefix": True, "samples_per_prompt": 4, "epochs": 2}},
+        {"training": {"updates_per_batch": 2, "recompute": "full"}, "cluster": {"processes": 2}},
+    ],
+)
+def test_inspect_estimates_and_states_what_a_dry_run_does(
+    changes: dict[str, Any], make_config: MakeConfig, config_alone: Callable[[str], Path]
+) -> None:
+    """Of the same settings and lengths of prompts and answers."""
+    cluster, training = changes.get("cluster", {}), changes.get("training", {})
+    changes = {
+        "precision": "int8",
+        **changes,
+        "training": {"moments": "fp8", "prompts_per_step": 8, **training},
+    }
+    folder = config_alone("qwen3-0.6b")
+    config = make_config(model=str(folder), rollout={"max_new_tokens": 64}, **changes)
+    plan = plan_elsewhere(config, read_card("rtx4090"))
+    assert plan.time is not None and plan.time.work is not None
+    prompt = plan.time.work.prompt_tokens
+    settings = InspectConfig(rollout=config.rollout, training=config.training)
+    found = inspect_folder(
+        folder, config.precision, "rtx4090", round(prompt) + 64, None, settings,
+        cluster.get("processes", 1), weights=False,
+    ).gpu  # fmt: skip
+    assert found is not None and found.time is not None
+    assert found.time.total == pytest.approx(plan.time.total, rel=0.005)
+    assert found.time.scoring == pytest.approx(plan.time.scoring, rel=0.01)
+    samples = 8 * config.training.samples_per_prompt
+    said = f"if all {samples} completions have 64 tokens, behind prompts of "
+    assert f"{said}{prompt:,.0f}" in "\n".join(plan.describe(None))
+    one = describe_step(found.time, None, found.card, found.gpus)
+    assert f"{said}{round(prompt)}" in "\n".join(one)
 
 
 def test_an_estimate_on_another_card_or_of_a_reference_says_so(

@@ -24,14 +24,20 @@ from isobit.memory.cache_size import CARRIES, PAGES, cache_size_for
 from isobit.memory.cards import Card, card_here, support_for
 from isobit.memory.device import DevicePlan
 from isobit.memory.host import MemoryEstimate, estimate_memory, microbatch_tokens
-from isobit.memory.speed import SpeedShape, StepTime, StepWork, describe_step, estimate_step
+from isobit.memory.speed import (
+    SpeedShape,
+    StepTime,
+    StepWork,
+    describe_step,
+    estimate_step,
+    rows_of_a_token,
+)
 from isobit.models.checkpoint import weight_files
 from isobit.models.decoder import decoder_shape, parameter_count
 from isobit.models.folder import model_needs
 from isobit.models.hub import is_hub_name
 from isobit.models.tensor_parallel import check_shared_by, with_heads_of_a_rank
 from isobit.precision.flow import PrecisionFlow, build_flow, describe_flow
-from isobit.records.packing import answers_within
 from isobit.rewards.grading import Graders
 from isobit.rollout.requests import EngineLimits, check_limits
 from isobit.run.data import SftData
@@ -255,7 +261,7 @@ def _step_work(
         work,
         sequences=training.prompts_per_step * training.samples_per_prompt,
         length=prompt + new,
-        rows=_rows_of_a_token(training, memory.tokens, prompt, new),
+        rows=rows_of_a_token(training, memory.tokens, prompt, new),
         prompts=max(1, round(training.prompts_per_step * (1 - config.replay.fraction))),
         prompt_tokens=prompt,
         samples=training.samples_per_prompt,
@@ -275,15 +281,6 @@ def describe_rewards(reward: RewardConfig | None) -> Sequence[str]:
         return ()
     with Graders(reward) as graders:
         return graders.describe()
-
-
-def _rows_of_a_token(training: TrainingConfig, budget: int, prompt: float, new: int) -> float:
-    """Rows of a token of a step; 1 where no prompt is shared."""
-    if not training.shared_prefix:
-        return 1.0
-    samples = training.samples_per_prompt
-    prompts = -(-samples // answers_within(budget, round(prompt), new))
-    return (prompts * prompt + samples * new) / (samples * (prompt + new))
 
 
 def rounds_of(plan: AnyPlan, processes: int) -> tuple[int, int]:

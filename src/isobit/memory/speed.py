@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from isobit.config.precision import PrecisionConfig
-from isobit.config.training import Recompute
+from isobit.config.training import Recompute, TrainingConfig
 from isobit.kernels.backend import support
 from isobit.memory.cards import MEASURED, Card
 from isobit.models.config import ModelConfig
@@ -41,6 +41,7 @@ from isobit.models.decoder import LM_HEAD, build_decoder, decoder_shape
 from isobit.models.shapes import model_shape
 from isobit.precision.flow import Graph, PrecisionFlow, build_flow
 from isobit.precision.quant_tensor import EIGHT_BITS, Format
+from isobit.records.packing import answers_within
 
 ROWS = Path(__file__).with_name("speed.json")
 Row = Mapping[str, Any]
@@ -416,6 +417,17 @@ class StepWork:
     """Models that score every token, the policy itself among them if it is asked once more."""
 
 
+def rows_of_a_token(training: TrainingConfig, budget: int, prompt: float, new: int) -> float:
+    """Rows of a token of a step whose micro-batches have ``budget`` rows; 1 where no prompt is
+    shared.
+    """
+    if not training.shared_prefix:
+        return 1.0
+    samples = training.samples_per_prompt
+    prompts = -(-samples // answers_within(budget, round(prompt), new))
+    return (prompts * prompt + samples * new) / (samples * (prompt + new))
+
+
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """Seconds of a step, and tokens a second of all GPUs together."""
@@ -431,6 +443,8 @@ class StepTime:
     """Whether some of the work is in INT8."""
     has_e4m3: bool = False
     sharing: int = 1
+    work: StepWork | None = None
+    """What the time is of."""
 
     @property
     def total(self) -> float:
@@ -498,6 +512,7 @@ def estimate_step(work: StepWork, card: Card | None = None) -> StepTime:
         any(one.has_int8 for one in (shape, *work.scored)),
         any(one.has_e4m3 for one in (shape, *work.scored)),
         work.sharing,
+        work,
     )
 
 
@@ -515,7 +530,7 @@ def describe_step(step: StepTime, steps: int | None, card: Card, processes: int)
     tokens = [f"{step.trained_per_s:,.0f} trained"]
     if step.generated:
         tokens.insert(0, f"{step.generated_per_s:,.0f} generated")
-    notes = ["if every completion is as long as it may be"] if step.generated else []
+    notes = [] if step.work is None else _of_completions(step.work)
     notes += [
         f"from rows measured on an {speed.card}, where estimates of whole steps came within "
         f"{speed.error:.0%}"
@@ -545,6 +560,17 @@ def describe_step(step: StepTime, steps: int | None, card: Card, processes: int)
         f"  tokens a second: {', '.join(tokens)}",
         *(f"  {note}" for note in notes),
         "  loading, grading, evaluation and checkpoints come on top",
+    ]
+
+
+def _of_completions(work: StepWork) -> list[str]:
+    """What is sampled in a step, as long as it may be."""
+    completions = work.prompts * work.samples
+    if not completions:
+        return []
+    return [
+        f"if all {completions:,} completions have {work.new_tokens:,} tokens, behind prompts of "
+        f"{work.prompt_tokens:,.0f}"
     ]
 
 

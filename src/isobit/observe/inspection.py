@@ -14,12 +14,12 @@ from typing import Any, get_args
 
 from isobit.config.commands import InspectConfig
 from isobit.config.precision import PrecisionConfig, Preset
-from isobit.kernels.sizes import Sizes
+from isobit.kernels.backend import Support
 from isobit.memory.activations import published_bytes
 from isobit.memory.cache_size import cache_size_within, forward_bytes, reserve_of, with_carries
 from isobit.memory.cards import Card, read_card, support_for
 from isobit.memory.device import Bytes, DevicePlan, DevicePlanner
-from isobit.memory.speed import SpeedShape, StepTime, StepWork, estimate_step
+from isobit.memory.speed import SpeedShape, StepTime, StepWork, estimate_step, rows_of_a_token
 from isobit.models.checkpoint import FolderCheckpoint
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape, parameter_count
@@ -61,6 +61,8 @@ class GpuFigures:
     def as_json(self) -> dict[str, Any]:
         plan = self.training
         phases = plan and {"rollout": dict(plan.rollout), "training": dict(plan.training)}
+        work = self.time and self.time.work
+        names = ("prompts", "prompt_tokens", "samples", "new_tokens")
         return {
             "name": self.card.name.lower(),
             "bytes": self.card.total,
@@ -71,6 +73,7 @@ class GpuFigures:
             "problem": self.problem,
             "gpus": self.gpus,
             "time": self.time and self.time.as_json(),
+            "step": work and {name: getattr(work, name) for name in names},
         }
 
 
@@ -125,10 +128,14 @@ def _step_work(
     samples = 1 if config.score_head else training.samples_per_prompt
     sequences = training.prompts_per_step * samples
     batches = -(-sequences // max(1, plan.tokens // longest))
+    shape = SpeedShape(config, flow)
+    scores = not flow.exact and training.old_log_probs != "recorded" and not config.score_head
     return StepWork(
-        shape=SpeedShape(config, flow),
+        shape=shape,
         sequences=sequences,
         length=longest,
+        rows=rows_of_a_token(training, plan.tokens, longest - new, new),
+        scored=(shape,) if scores else (),
         recompute=training.recompute,
         epochs=training.epochs,
         trainers=plan.processes,
@@ -160,8 +167,8 @@ class PresetFigures:
     """Whether both sides are one function."""
 
 
-def _preset_figures(config: ModelConfig, sizes: Sizes) -> tuple[PresetFigures, ...]:
-    """The figures of every preset, on a back end of those sizes."""
+def _preset_figures(config: ModelConfig, support: Support) -> tuple[PresetFigures, ...]:
+    """The figures of every preset in which a back end computes the model."""
     matrices = {
         name.rpartition(".")[0]: prod(master.shape)
         for name, master in build_decoder(config).masters().items()
@@ -172,7 +179,8 @@ def _preset_figures(config: ModelConfig, sizes: Sizes) -> tuple[PresetFigures, .
         found = (size for name, size in matrices.items() if graph.site(name).forward in EIGHT_BITS)
         return sum(found) / parameter_count(config)
 
-    shape = decoder_shape(config)
+    shape, presets = decoder_shape(config), get_args(Preset)
+    run = [one for one in presets if support.model_problem(model_needs(config, one)) is None]
     attention = [layer for layer in range(config.num_layers) if layer not in config.delta_layers]
     return tuple(
         PresetFigures(
@@ -180,10 +188,10 @@ def _preset_figures(config: ModelConfig, sizes: Sizes) -> tuple[PresetFigures, .
             share(flow.rollout),
             share(flow.training),
             flow.rollout.attention_format(attention[len(attention) // 2]),
-            published_bytes(config, flow, sizes),
+            published_bytes(config, flow, support.sizes),
             flow.exact,
         )
-        for flow in (build_flow(PrecisionConfig(preset=one), shape) for one in get_args(Preset))
+        for flow in (build_flow(PrecisionConfig(preset=one), shape) for one in run)
     )
 
 
@@ -308,12 +316,12 @@ def inspect_folder(
     flow = build_flow(precision, shape)
     back_end = "cuda" if gpu is not None else "cpu"
     card = None if gpu is None else read_card(gpu)
-    sizes = support_for(back_end, card).sizes
     memory = None
     if card is not None:
         longest = longest or min(config.max_positions, LONGEST)
         memory = gpu_figures(config, flow, card, longest, settings, gpus)
-    parameters, presets = parameter_count(config), _preset_figures(config, sizes)
+    parameters = parameter_count(config)
+    presets = _preset_figures(config, support_for(back_end, card))
     name = flow.name
     if not weights:
         return Inspection(

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
+from typing import get_args
 
+from isobit.config.precision import Preset
 from isobit.memory.speed import describe_step
 from isobit.observe.console import columns
 from isobit.observe.inspection import HIGH_CREST, GpuFigures, Inspection
@@ -46,7 +48,7 @@ def describe_inspection(found: Inspection) -> list[str]:
             ),
             *_wrapped(
                 f"8-bit: share of all parameters; weights: as published on {_back_end(found)}; "
-                "functions: of rollout and training"
+                f"functions: of rollout and training{_not_there(found)}"
             ),
         ]
     )
@@ -78,6 +80,13 @@ def _files(found: Inspection) -> str:
 
 def _back_end(found: Inspection) -> str:
     return "a GPU" if found.back_end == "cuda" else "a CPU"
+
+
+def _not_there(found: Inspection) -> str:
+    """The presets that have no row, as the back end does not compute the model in them."""
+    there = [one.preset for one in found.presets]
+    others = [one for one in get_args(Preset) if one not in there]
+    return f"; not computed there: {', '.join(others)}" if others else ""
 
 
 def _describe_model(found: Inspection) -> list[str]:
