@@ -8,8 +8,13 @@ import pytest
 import isobit
 import isobit.proof.verify
 from isobit.cli.main import main
+from isobit.cli.verify import scenario_printer
 from isobit.config.precision import Preset
 from isobit.models.config import ModelConfig
+from isobit.proof.difference import Operations
+from isobit.proof.verify import ScenarioResult
+from isobit.rollout.engine_stats import EngineStats
+from isobit.training.comparison import Comparison
 from tests.forked import command
 
 SMALL = ["--prompts", "2", "--samples", "2", "--max-new-tokens", "4", "--threads", "1"]
@@ -38,6 +43,22 @@ def test_a_flow_with_two_functions_exits_1(capsys, tiny_folder):
     assert scenarios
     assert total.startswith("fp8-rollout: ")
     assert not total.startswith("fp8-rollout: 0 of ")
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_row_of_a_scenario_fits_80_columns(experts, capsys):
+    """With the longest name and the counts of the largest checks."""
+    routings = {"routings_compared": 9_999_999, "routings_differing": 0} if experts else {}
+    counts = Comparison(tokens_compared=9_999_999, tokens_differing=999_999, **routings)
+    seen = Operations(rows=9_999_999_999, sites=145, difference=None)
+    show = scenario_printer()
+    for name in ("few pages, small chunks, temperature 0.7", "roomy"):
+        show(ScenarioResult(name, EngineStats(), {"alone": counts}, (), seen))
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert max(map(len, (header, *rows))) <= 80
+    assert header.split() == ["scenario", "compared", "differ", "operations"]
+    assert rows[-1 - experts].split()[:4] == ["roomy", "9,999,999", "999,999", "9,999,999,999"]
+    assert ("routings" in rows[-1]) == experts
 
 
 @pytest.mark.exhaustive
@@ -97,7 +118,7 @@ def test_bisect_names_the_first_site_of_a_flow_with_two_functions(capsys, tiny_f
 def test_bisect_says_that_nothing_differs_in_any_scenario(capsys, tiny_folder):
     assert main(["verify", str(tiny_folder), "--precision", "fp8", "--bisect", *SMALL]) in (0, 2)
     printed = capsys.readouterr().out
-    assert printed.count("rows of operations equal") == 8
+    assert len(re.findall(r"\d equal$", printed, re.MULTILINE)) == 8
     assert "observing every operation" not in printed, "verify has, and nothing differs"
     assert printed.splitlines()[-1].startswith("nothing differs: ")
 

@@ -37,6 +37,7 @@ from isobit.observe.flow_choice import (
     describe_crests,
     differences_of,
     problems_needed,
+    read_by_size,
     recommend,
 )
 from isobit.observe.intervals import paired_interval
@@ -343,7 +344,8 @@ def test_the_table_has_a_line_for_each_flow(capsys: pytest.CaptureFixture[str]) 
     assert main([*SMALL, "--flows", table, "int8"]) == 0
     shown = capsys.readouterr().out
     assert shown.index("\nint8") < shown.index("\n{preset"), "the default is first"
-    assert shown.count('\n{preset = "fp8", modules_bf16 = ["down_proj"]}') == 2
+    tables = [part for part in shown.split("\n\n") if "\nint8 " in part]
+    assert len(tables) >= 2 and {part.count(f"\n{table}") for part in tables} == {1}
     assert "minus bf16" not in shown, "nothing was graded"
     assert shown.splitlines()[-1].startswith('recommended: precision = "bf16": ')
 
@@ -414,7 +416,9 @@ def test_nothing_is_said_of_sizes_that_were_not_measured(
 ) -> None:
     monkeypatch.setattr(flow_choice, "BY_SIZE", tmp_path / "none.json")
     assert main(["flows", "starter", "--gpu", "h200"]) == 0
-    assert "by size" not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "by size" not in shown
+    assert "for 16 prompts of 256 tokens with 16 answers of 256 each" in shown, "half of a context"
     assert main(["flows", "starter", "--gpu", "h200", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["by_size"] is None
 
@@ -430,10 +434,10 @@ def test_what_is_known_by_size_names_where_it_was_measured(
     place = lines.index(
         "by size, the difference to bf16 before and after 150 steps of GRPO, points (seeds):"
     )
-    before, after, large, measured, own = lines[place + 2 :][:5]
-    assert before == "25 million (small), before         -30.0 [-31.0, -28.0]"
-    assert after == "25 million (small), after      -30.0 [-31.0, -28.0] (3)"
-    assert large == "1,107 million (large), before         -5.0 [-6.0, -3.0]"
+    flow, small, large, measured, own = lines[place + 2 :][:5]
+    assert flow == "fp8"
+    assert small == "  25 million (small)     -30.0 [-31.0, -28.0]  -30.0 [-31.0, -28.0] (3)"
+    assert large == "  1,107 million (large)     -5.0 [-6.0, -3.0]                         -"
     assert measured == (
         "measured on sums (NVIDIA H200, 2026-11-25 to 2026-11-26); other tasks differ"
     )
@@ -444,6 +448,27 @@ def test_what_is_known_by_size_names_where_it_was_measured(
     )
     assert main(["flows", "starter", "--gpu", "h200", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["by_size"] == BY_SIZE
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 300])
+def test_tables_are_no_wider_than_the_terminal(width: int) -> None:
+    """They have all cells at any width; a name of a flow stays whole."""
+    found = compared(
+        row("int8", scores=right(8)),
+        row("int8", scores=right(8), dgrad="fp8", wgrad="bf16"),
+    )
+    estimate = {"generated_tokens_per_s": 123456.0, "trained_tokens_per_s": 1234567.0}
+    flows = [replace(one, estimate=estimate) for one in found.flows]
+    found = replace(found, flows=flows, by_size=read_by_size(), card="H200", layer_parameters=9)
+    lines = describe_comparison(found, width)
+    sentences = ("by size", "measured on", "this model", "recommended", "isobit flows", "H200: ")
+    tables = [line for line in lines if not line.startswith(sentences)]
+    allowed = max(width, len(flows[-1].name))
+    assert [line for line in tables if len(line) > allowed] == []
+    cells = " ".join(" ".join(tables).split())
+    for cell in ("perplexity", "minus bf16", "KV a token", "H200 trained", "1,234,567/s", "before"):
+        assert cell in cells, cell
+    assert cells.count("[-48.3, -29.3] (3)") == 1
 
 
 def test_the_place_of_a_model_among_the_sizes_is_said() -> None:

@@ -17,6 +17,7 @@ from isobit.observe.console import (
     fit,
     printable,
     silent,
+    stacked,
     time_left,
 )
 from isobit.observe.evaluation import EvalResult
@@ -169,3 +170,26 @@ def test_the_first_step_warms_up_and_the_last_ten_set_the_pace() -> None:
 )
 def test_the_time_that_is_left_in_words(seconds: float, said: str) -> None:
     assert time_left(seconds) == Part(said)
+
+
+ROWS = [("", "speed", "bytes"), ("a", "10", "1,000"), ("longest", "9", "20")]
+BLOCKS = """\
+         speed
+a           10
+longest      9
+
+         bytes
+a        1,000
+longest     20"""
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (21, ["         speed  bytes", "a           10  1,000", "longest      9     20"]),
+        (20, BLOCKS.splitlines()),
+        (13, ["a", "  speed  10", "  bytes  1,000", "longest", "  speed  9", "  bytes  20"]),
+    ],
+)
+def test_columns_that_do_not_fit_follow_below(width: int, expected: list[str]) -> None:
+    assert stacked(ROWS, width) == expected

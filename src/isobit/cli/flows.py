@@ -116,7 +116,8 @@ def run_flows(arguments: Sequence[str]) -> int:
     if options.json:
         print(json_text(comparison.as_json(), indent=2))
     else:
-        Console().lines(describe_comparison(comparison))
+        console = Console()
+        console.lines(describe_comparison(comparison, console.width))
     return 0
 
 

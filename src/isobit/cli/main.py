@@ -10,11 +10,13 @@ never ends them.
 
 import atexit
 import os
+import shutil
 import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
+from textwrap import fill
 from typing import NoReturn
 
 import isobit
@@ -133,7 +135,11 @@ def _unread(error: OSError) -> int:
 
 
 def _parser() -> ArgumentParser:
-    lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
+    room = max(40, shutil.get_terminal_size().columns - 2)  # as argparse has
+    lines = [
+        fill(text, room, initial_indent=f"  {name:<10}", subsequent_indent=12 * " ")
+        for name, text in COMMANDS.items()
+    ]
     parser = ArgumentParser(
         prog="isobit",
         usage="isobit [--version] COMMAND ...",

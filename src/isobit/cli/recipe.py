@@ -61,8 +61,12 @@ def _listed() -> list[str]:
 
     known = shipped_recipes()
     width = max(map(len, known)) + 2
+    room = max(20, shutil.get_terminal_size().columns - width)  # 80 in a file
     return [
-        *(f"{name:<{width}}{shorten(what, 84, placeholder=' ..')}" for name, what in known.items()),
+        *(
+            f"{name:<{width}}{shorten(what, room, placeholder=' ..')}"
+            for name, what in known.items()
+        ),
         "",
         f"isobit recipe {FIRST} > my.toml writes one; --out FOLDER adds the files that it reads.",
     ]

@@ -6,7 +6,7 @@ Exit codes: 0 all equal, 1 something differs, 2 something could not be compared.
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +99,7 @@ def _compare(
 
     world = world or ALONE
     check_ranks(settings.cluster.rollout_tp, world)
-    on_scenario = None if options.json or world.rank > 0 else _print_scenario
+    on_scenario = None if options.json or world.rank > 0 else scenario_printer()
     if options.shape is not None:
         from isobit.proof.full_size import FullSizeOptions, verify_shape
 
@@ -136,7 +136,7 @@ def _bisect(options: Namespace, settings: VerifyConfig) -> int:
         result = bisect(*check, device=settings.device)
         print(json_text(result.as_json(), indent=2))
         return result.exit_code
-    result = bisect(*check, _print_scenario, _print_trace, settings.device)
+    result = bisect(*check, scenario_printer(), _print_trace, settings.device)
     _print_result(result.verified)
     for line in describe_bisect(result):
         print(line)
@@ -152,20 +152,21 @@ def _sizes(options: Namespace) -> dict[str, Any]:
     )
 
 
-def _print_scenario(scenario: "ScenarioResult") -> None:
-    counts = scenario.comparison
-    print(
-        f"{scenario.name:<40} {counts.tokens_compared:>8,} compared {counts.tokens_differing:>8,} "
-        f"differ{counts.describe_routings()}{_operations(scenario)}",
-        flush=True,
-    )
+def scenario_printer() -> Callable[["ScenarioResult"], None]:
+    """Prints a row of at most 80 columns for each scenario, below a header."""
+    header = [f"{'scenario':<40} {'compared':>9} {'differ':>7}  {'operations':>12}"]
 
+    def show(scenario: "ScenarioResult") -> None:
+        counts, seen = scenario.comparison, scenario.operations
+        row = f"{scenario.name:<40} {counts.tokens_compared:>9,} {counts.tokens_differing:>7,}"
+        if seen is not None:
+            row += f"  {seen.rows:>12,} {'part' if seen.difference else 'equal'}"
+        if counts.routings_compared:
+            row += f"\n    and{counts.describe_routings().removeprefix(',')}"
+        print("\n".join([*header, row]), flush=True)
+        header.clear()
 
-def _operations(scenario: "ScenarioResult") -> str:
-    seen = scenario.operations
-    if seen is None:
-        return ""
-    return f"  {seen.rows:>9,} rows of operations " + ("part" if seen.difference else "equal")
+    return show
 
 
 def _print_trace(scenario: str) -> None:
@@ -173,17 +174,19 @@ def _print_trace(scenario: str) -> None:
 
 
 def _print_result(result: "VerifyResult") -> None:
+    from isobit.observe.console import Console
     from isobit.proof.verify import first_operation
 
+    say = Console().line
     counts = result.comparison
     redrawn, other = result.redrawn
     if redrawn:
-        print(
+        say(
             f"{other:,} of {redrawn:,} completions that several scenarios draw by the same "
             "settings differ between them"
             + (": the noise or the logits depend on the batch" if other else "")
         )
-    print(
+    say(
         f"{result.flow}: {counts.tokens_differing:,} of {counts.tokens_compared:,} "
         f"log-probabilities{counts.describe_routings()} differ, "
         f"by {counts.max_abs_diff:.3g} at most"
@@ -191,12 +194,12 @@ def _print_result(result: "VerifyResult") -> None:
     if result.operations:
         rows = sum(operations.rows for operations in result.operations)
         differs = first_operation(result)
-        print(
+        say(
             f"{rows:,} rows of {result.operations[0].sites} operations, numbers before rounding "
             "included: " + (f"they part at {differs}" if differs else "all equal")
         )
         if differs and not counts.differs:
-            print("no log-probability shows it; --bisect says more")
+            say("no log-probability shows it; --bisect says more")
     for missing in result.missing:
         print(f"not proved: {missing}", file=sys.stderr)
 

@@ -75,7 +75,7 @@ from isobit.util.terminal import gib
 _BATCH, _CHUNK = 4096, 256
 """Tokens of a scoring forward, and rows whose distributions are in memory at a time."""
 _PROMPT = 512
-"""Tokens of a prompt in estimates without data."""
+"""Tokens of a prompt in estimates without data, or half of a shorter context."""
 
 
 def read_flow(flow: Any) -> PrecisionConfig:
@@ -300,7 +300,9 @@ def compare_flows(
             tokens = bench.tokens
         comparison = replace(comparison, flows=figures, problems=len(requests), tokens=tokens)
     if card is not None:
-        lengths = [len(one.prompt.token_ids) for one in requests] or [_PROMPT]
+        lengths = [len(one.prompt.token_ids) for one in requests] or [
+            min(_PROMPT, shape.max_positions // 2)
+        ]
         work = _step(config, SpeedShape(shape, figures[0].flow), fmean(lengths))
         figures = [_estimated(one, work, card) for one in figures]
         comparison = replace(comparison, estimated_for=_described(work))

@@ -40,6 +40,8 @@ GOOD, BAD, WARNING = "green", "bold red", "yellow"
 
 GAP = "  "
 """The space between two parts of a line."""
+WIDTH = 80
+"""Columns of tables in a file."""
 
 _STEPS = 10
 """The last steps, whose pace gives the remaining time."""
@@ -132,6 +134,11 @@ class Console:
 
     def __init__(self, terminal: rich.console.Console | None = None) -> None:
         self._terminal = terminal or terminal_on("stdout")
+
+    @property
+    def width(self) -> int:
+        """Columns for tables."""
+        return self._terminal.width if self._terminal.is_terminal else WIDTH
 
     def line(self, text: str = "", style: str = "") -> None:
         """One line without markup and without control characters, which a path or a model's text
@@ -336,6 +343,32 @@ def columns(rows: Sequence[Sequence[str]], gap: str = GAP) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def stacked(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """``columns`` of a header and rows, as many as fit beside one another in ``width``; the others
+    follow below, behind the first column again. Where not one fits, each row is a list.
+    """
+    (_, *header), *below = rows
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if widths[0] + len(GAP) + max(widths[1:]) > width:
+        return [
+            line
+            for name, *cells in below
+            for line in (
+                name,
+                *(f"  {one[0]}  {one[1]}" for one in zip(header, cells, strict=True)),
+            )
+        ]
+    blocks, room = list[list[int]](), 0
+    for place, own in enumerate(widths[1:], start=1):
+        if room < len(GAP) + own:
+            blocks.append([0])
+            room = width - widths[0]
+        blocks[-1].append(place)
+        room -= len(GAP) + own
+    tables = [columns([[row[place] for place in block] for row in rows]) for block in blocks]
+    return [line for table in tables for line in ("", *table)][1:]
 
 
 def printable(text: str) -> str:

@@ -14,7 +14,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from isobit.config.precision import PrecisionConfig
-from isobit.observe.console import columns
+from isobit.observe.console import WIDTH, columns, stacked
 from isobit.observe.evaluation import EvalResult
 from isobit.observe.intervals import Z_95, Interval
 from isobit.precision.flow import PrecisionFlow
@@ -319,33 +319,28 @@ def read_by_size() -> Mapping[str, Any]:
 _Cells = Mapping[str, str]
 
 
-def describe_comparison(found: Comparison) -> list[str]:
-    """The figures as tables, crests in front of INT8's linears, and the recommendation."""
+def describe_comparison(found: Comparison, width: int = WIDTH) -> list[str]:
+    """The figures as tables in ``width`` columns, crests in front of INT8's linears, and the
+    recommendation.
+    """
     lines = [f"isobit flows {found.model}: {_what(found)}"]
     if found.base.closeness is not None:
-        lines += ["", *_table([_accuracy_cells(found, one) for one in found.flows])]
-    lines += ["", *_table([_cost_cells(found, one) for one in found.flows])]
+        lines += ["", *_table([_accuracy_cells(found, one) for one in found.flows], width)]
+    lines += ["", *_table([_cost_cells(found, one) for one in found.flows], width)]
     lines += [f"{one.name} was not measured: {one.problem}" for one in found.flows if one.problem]
     if found.card:
         lines.append(f"{found.card}{found.card_note}: estimated, for {found.estimated_for}")
-    lines += _size_lines(found)
+    lines += _size_lines(found, width)
     crests = [describe_crests(one.crests, one.crest_tokens) for one in found.flows if one.crests]
     choice = recommend(found)
     return [*lines, *([""] if choice else []), *crests, *([choice.sentence] if choice else [])]
 
 
-def _size_lines(found: Comparison) -> list[str]:
+def _size_lines(found: Comparison, width: int) -> list[str]:
     """What is known by size, on what it was measured, and where this model stands."""
     known = found.by_size
     if not known:
         return []
-    rows: list[_Cells] = []
-    for one in sorted(known["sizes"], key=lambda one: one["layer_parameters"]):
-        for stage in ("before", "after"):
-            flows = {name: flow for name, flow in one["flows"].items() if stage in flow}
-            cells = {name: _difference(flow, stage) for name, flow in flows.items()}
-            place = f"{_millions(one['layer_parameters'])} ({one['name']}), {stage}"
-            rows += [{"in layers": place, **cells}] if cells else []
     sizes = [one["layer_parameters"] for one in known["sizes"]]
     where = "inside this range"
     if found.layer_parameters > max(sizes):
@@ -357,10 +352,33 @@ def _size_lines(found: Comparison) -> list[str]:
     return [
         "",
         f"by size, the difference to bf16 before and after {steps} steps of GRPO, points (seeds):",
-        *_table(rows),
+        *_by_flow(known["sizes"], width),
         f"measured on {known['task']} ({', '.join(known['cards'])}, {when}); other tasks differ",
         f"this model has {_millions(found.layer_parameters)} parameters in its layers, {where}",
     ]
+
+
+def _by_flow(sizes: Sequence[Mapping[str, Any]], width: int) -> list[str]:
+    """A table whose rows stand below the name of their flow."""
+    header = ("in layers", "before", "after")
+    tables: dict[str, list[tuple[str, ...]]] = {}
+    for one in sorted(sizes, key=lambda one: one["layer_parameters"]):
+        place = f"  {_millions(one['layer_parameters'])} ({one['name']})"
+        for name, flow in one["flows"].items():
+            cells = [_difference(flow, stage) if stage in flow else "-" for stage in header[1:]]
+            tables.setdefault(name, []).append((place, *cells))
+    rows = [row for table in tables.values() for row in table]
+    lines = columns([header, *rows])
+    if max(map(len, lines)) > width:
+        return [
+            line
+            for name, table in tables.items()
+            for line in (name, *stacked([header, *table], width))
+        ]
+    shown, left = lines[:1], iter(lines[1:])
+    for name, table in tables.items():
+        shown += [name, *(next(left) for _ in table)]
+    return shown
 
 
 def _difference(flow: Mapping[str, Any], stage: str) -> str:
@@ -416,7 +434,7 @@ def _cost_cells(found: Comparison, one: FlowFigures) -> _Cells:
     return cells
 
 
-def _table(rows: Sequence[_Cells]) -> list[str]:
+def _table(rows: Sequence[_Cells], width: int) -> list[str]:
     """Columns by name."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    return columns([names, *([row.get(name, "-") for name in names] for row in rows)])
+    return stacked([names, *([row.get(name, "-") for name in names] for row in rows)], width)

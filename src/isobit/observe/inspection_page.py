@@ -11,7 +11,7 @@ from typing import get_args
 
 from isobit.config.precision import Preset
 from isobit.memory.speed import describe_step
-from isobit.observe.console import columns
+from isobit.observe.console import WIDTH, columns
 from isobit.observe.inspection import HIGH_CREST, GpuFigures, Inspection
 from isobit.observe.report.chart import Chart, Panel, draw
 from isobit.observe.report.headline import Tile
@@ -20,7 +20,6 @@ from isobit.observe.report.templates import render_page, write_page
 from isobit.precision.quant_tensor import EightBitFigures, Format, together
 from isobit.util.terminal import gib
 
-WIDTH = 80
 WORST = 5
 """Matrices with the highest error that the text lists."""
 MARKER = "<!doctype html>\n<!-- isobit inspection -->"
