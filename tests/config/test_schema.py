@@ -153,17 +153,18 @@ def test_a_choice_of_models_is_merged_under_one_path_and_free_names_show_as_name
 
 
 def test_a_location_leaves_out_the_type_and_knows_the_keys_of_its_table():
-    path, siblings = locate(RunConfig, ("data", "eval", "held", "jsonl", "limt"))
-    assert path == "data.eval.held.limt"
-    assert siblings == ["limit", "path", "prompt", "system", "tools", "type"]
+    place = locate(RunConfig, ("data", "eval", "held", "jsonl", "limt"))
+    assert place.path == "data.eval.held.limt"
+    assert place.siblings == ["limit", "path", "prompt", "system", "tools", "type"]
 
 
 def test_a_location_inside_a_free_table_or_a_list_has_no_known_keys():
-    assert locate(RunConfig, ("data", "train", "reasoning_gym", "options", "x")) == (
-        "data.train.options.x",
-        [],
-    )
-    assert locate(RunConfig, ("rollout", "stop_strings", 1)) == ("rollout.stop_strings.1", [])
+    for location, path in (
+        (("data", "train", "reasoning_gym", "options", "x"), "data.train.options.x"),
+        (("rollout", "stop_strings", 1), "rollout.stop_strings.1"),
+    ):
+        place = locate(RunConfig, location)
+        assert (place.path, place.siblings) == (path, [])
 
 
 @pytest.mark.parametrize("command", RECIPES)

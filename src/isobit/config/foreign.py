@@ -110,6 +110,17 @@ def foreign_rows() -> Mapping[str, Sequence[ForeignRow]]:
     }
 
 
+@cache
+def common_names(model: type[BaseModel]) -> Mapping[str, str]:
+    """Our keys by names that many programs have for them."""
+    tables = tomllib.loads(Path(__file__).with_name("foreign.toml").read_text(encoding="utf-8"))
+    ours = {key.path for key in all_keys(model)}
+    keys = {key: names for table in tables["common"] for key, names in table.items()}
+    # what is only the other command's comes first, so that what is this one's replaces it
+    ordered = sorted(keys, key=ours.__contains__)
+    return {name: key for key in ordered for name in keys[key]}
+
+
 _NamedRow = tuple[str, ForeignRow]
 
 
@@ -164,6 +175,10 @@ def foreign_answer(path: str, model: type[BaseModel]) -> ForeignAnswer | None:
         bare = bare.rpartition(".")[0]
         if bare in _names(True):
             return _answer(_names(True)[bare], model)
+    common = common_names(model)
+    for name in dict.fromkeys((path, *inside)):
+        if name in common:
+            return ForeignRow({}, common[name]).answer(name, model)
     return None
 
 

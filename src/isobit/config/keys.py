@@ -121,12 +121,33 @@ def choices(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
     return [tag_of(candidate) for candidate in _models(_plain(annotation))]
 
 
-def locate(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str, list[str]]:
-    """The dotted path of a pydantic error's location, and the valid keys of its table."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an error is."""
+
+    path: str
+    siblings: list[str]
+    """The valid keys of its table."""
+    union: str = ""
+    """The path of the value that is of one of several kinds, none of them a table, if it is one, or
+    lies in one."""
+    named: tuple[str, ...] = ()
+    """The keys of a table in which this is the free name, if it is one."""
+    takes: Any = None
+    """What the key takes."""
+
+
+def locate(model: type[BaseModel], location: Sequence[str | int]) -> Place:
+    """The place of a pydantic error's location."""
     annotation: Any = model
     parts: list[str] = []
     siblings: list[str] = []
+    union, named = "", ()
     for part in location:
+        if _is_union(annotation):  # then pydantic's next part says which kind it has tried
+            union = ".".join(parts)
+            annotation = _kind_tried(annotation, str(part))
+            continue
         models = _models(_plain(annotation))
         tagged = [
             candidate for candidate in models if len(models) > 1 and tag_of(candidate) == part
@@ -136,8 +157,54 @@ def locate(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str, 
             continue
         parts.append(str(part))
         siblings = sorted(fields_by_key(models[0])) if len(models) == 1 else []
+        named = _keys_below_a_name(annotation)
         annotation = _below(_plain(annotation), models, part)
-    return ".".join(parts), siblings
+    return Place(".".join(parts), siblings, union, named, annotation)
+
+
+def _is_union(annotation: Any) -> bool:
+    members = [one for one in _members(_plain(annotation)) if one is not type(None)]
+    return len(members) > 1 and not _models(_plain(annotation))
+
+
+def _kind_tried(annotation: Any, label: str) -> Any:
+    """The member of a union with pydantic's label of it, as far as anything lies below it."""
+    lists = (one for one in _members(_plain(annotation)) if get_origin(one) is tuple)
+    return next(lists, None) if label.startswith("tuple[") else None
+
+
+def _keys_below_a_name(annotation: Any) -> tuple[str, ...]:
+    """The keys of the tables in a table of free names; empty for another."""
+    models = _models_by_name(annotation)
+    return tuple(dict.fromkeys(key for model in models for key in fields_by_key(model)))
+
+
+def _models_by_name(annotation: Any) -> list[type[BaseModel]]:
+    if get_origin(_plain(annotation)) is not dict:
+        return []
+    return _models(_plain(get_args(_plain(annotation))[1]))
+
+
+def has_named_tables(annotation: Any) -> bool:
+    """Whether a key takes a table of tables with free names."""
+    return bool(_models_by_name(annotation))
+
+
+def has_tables(annotation: Any) -> bool:
+    """Whether a key takes a table of known keys."""
+    return bool(_models(_plain(annotation)))
+
+
+def is_key(path: str, model: type[BaseModel]) -> bool:
+    """Whether it is a key of the schema, a table of it, or below a key that takes any table."""
+    parts = path.split(".")
+    return any(
+        (len(known) >= len(parts) or "table" in kind)
+        and all(name in ("NAME", part) for name, part in zip(known, parts, strict=False))
+        for known, kind in (
+            (ours.path.replace("[]", "").split("."), ours.kind) for ours in all_keys(model)
+        )
+    )
 
 
 def _below(annotation: Any, models: list[type[BaseModel]], part: str | int) -> Any:

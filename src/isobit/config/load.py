@@ -11,7 +11,8 @@ import codecs
 import copy
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -22,9 +23,9 @@ from pydantic import BaseModel, ValidationError
 from isobit.config.algorithm import algorithm_table
 from isobit.config.base import Strict
 from isobit.config.foreign import foreign_answer
-from isobit.config.keys import all_keys
+from isobit.config.keys import is_key
 from isobit.config.precision import chosen_options
-from isobit.config.recipes import RunConfig
+from isobit.config.recipes import RECIPES, RunConfig
 from isobit.config.refusals import config_error, listed_error, refused_lines
 from isobit.config.shipped import how_to_get
 from isobit.util.errors import ConfigError
@@ -182,7 +183,7 @@ def read_words(arguments: Sequence[str], model: type[BaseModel]) -> Words:
                 "--training.steps 5, and a list as '[1, 2]'"
             )
             continue
-        parts, is_ours = tuple(key.split(".")), _is_ours(key, model)
+        parts, is_ours = tuple(key.split(".")), is_key(key, model)
         values = [text] if equals else _values_after(rest, several=not is_ours)
         fault = _fault_of(word, parts)
         number = f"{len(values)} values" if values else "no value"
@@ -213,18 +214,6 @@ def _values_after(rest: list[str], several: bool) -> list[str]:
             break
         values.append(rest.pop(0))
     return values
-
-
-def _is_ours(key: str, model: type[BaseModel]) -> bool:
-    """Whether it is a key of the schema, a table of it, or below a key that takes any table."""
-    parts = key.split(".")
-    return any(
-        (len(known) >= len(parts) or "table" in kind)
-        and all(name in ("NAME", part) for name, part in zip(known, parts, strict=False))
-        for known, kind in (
-            (ours.path.replace("[]", "").split("."), ours.kind) for ours in all_keys(model)
-        )
-    )
 
 
 def nested_overrides(values: Mapping[str, Any]) -> list[Override]:
@@ -328,10 +317,20 @@ def build_with(
     try:
         built = model.model_validate(tables)
     except ValidationError as error:
-        raise listed_error([*words.faults, *refused_lines(error, model)], source) from None
+        lines = [*words.faults, *refused_lines(error, model)]
+        raise listed_error(lines, source, () if words.faults else _takers(tables, model)) from None
     if words.faults or words.faults_if_built:
         raise listed_error([*words.faults, *words.faults_if_built], _COMMAND_LINE)
     return built
+
+
+def _takers(tables: Mapping[str, Any], model: type[BaseModel]) -> Iterator[str]:
+    """A line for the command that takes a recipe which is refused as one of ``model``."""
+    for command, other in RECIPES.items():
+        if model in RECIPES.values() and other is not model:
+            with suppress(ValidationError):
+                other.model_validate(tables)
+                yield f"isobit {command} takes this recipe as it is"
 
 
 def build(model: type[Model], values: Mapping[str, Any], source: str) -> Model:

@@ -11,7 +11,16 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from isobit.config.foreign import Reasons, foreign_answer
-from isobit.config.keys import all_keys, choices, locate
+from isobit.config.keys import (
+    Place,
+    all_keys,
+    choices,
+    has_named_tables,
+    has_tables,
+    is_key,
+    locate,
+)
+from isobit.config.recipes import RECIPES
 from isobit.util.errors import ConfigError
 
 _LONGEST_VALUE = 60
@@ -43,20 +52,72 @@ def config_error(error: ValidationError, model: type[BaseModel], source: str) ->
     return listed_error(refused_lines(error, model), source)
 
 
-def listed_error(lines: Sequence[str], source: str) -> ConfigError:
+def listed_error(lines: Sequence[str], source: str, notes: Iterable[str] = ()) -> ConfigError:
     if len(lines) == 1:
-        return ConfigError(f"{source}: {lines[0]}")
+        return ConfigError(f"{source}: {lines[0]}", *notes)
     return ConfigError(
-        f"{source}: {len(lines)} settings cannot be used", *(f"  {line}" for line in lines)
+        f"{source}: {len(lines)} settings cannot be used", *(f"  {line}" for line in lines), *notes
     )
 
 
 def refused_lines(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """A line for each key that ``model`` refused."""
-    details, reasons = error.errors(include_url=False), Reasons()
+    details, reasons = _grouped(error.errors(include_url=False), model), Reasons()
     return list(
         dict.fromkeys(line for detail in details for line in _explain(detail, model, reasons))
     )
+
+
+_KINDS, _UNNAMED = "kinds", "unnamed"
+"""The types of errors that stand for those of all kinds that a key takes, and of all keys of a
+table that lacks its name.
+"""
+
+
+def _grouped(details: Sequence[ErrorDetails], model: type[BaseModel]) -> list[ErrorDetails]:
+    """The errors, of which those of one value of several kinds are one, and those of the keys of
+    one table that lacks its name.
+    """
+    groups: dict[tuple[str, str], list[tuple[ErrorDetails, str]]] = {}
+    for number, detail in enumerate(details):
+        place = locate(model, detail["loc"])
+        table, _, name = place.path.rpartition(".")
+        group = f"{number}", ""
+        if place.union:
+            group = place.union, _KINDS
+        elif name in place.named and not isinstance(detail["input"], Mapping):
+            group = table, _UNNAMED
+        groups.setdefault(group, []).append((detail, place.path))
+    found: list[ErrorDetails] = []
+    for (path, kind), members in groups.items():
+        first = members[0][0]
+        inside = [detail for detail, of in members if of != path]
+        if kind == _UNNAMED:
+            names = [of.rpartition(".")[2] for _, of in members]
+            found.append({**first, "type": _UNNAMED, "ctx": {"table": path, "keys": names}})
+        elif kind == _KINDS and not inside:
+            kinds = dict.fromkeys(kind for detail, _ in members for kind in _kinds(detail))
+            found.append({**first, "type": _KINDS, "ctx": {"kinds": list(kinds)}})
+        else:  # what lies in a list is told, and not that the list is no text
+            found += inside or [first]
+    return found
+
+
+def _kinds(detail: ErrorDetails) -> list[str]:
+    """What an error expects, behind `should be`."""
+    if detail["type"] == "literal_error":
+        return re.findall(r"'[^']*'", detail.get("ctx", {}).get("expected", ""))
+    return [_expected(detail).removeprefix("should be ")]
+
+
+def _expected(detail: ErrorDetails) -> str:
+    message = detail["msg"][0].lower() + detail["msg"][1:]
+    return _IN_WORDS.get(detail["type"], message).removeprefix("input ")
+
+
+def _listed(words: Sequence[str], last: str) -> str:
+    *others, end = words
+    return f"{', '.join(others)} {last} {end}" if others else end
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
@@ -68,7 +129,16 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
 
 def _explain(detail: ErrorDetails, model: type[BaseModel], reasons: Reasons) -> list[str]:
     """The lines about an error: one, or one for each name of another framework in a table."""
-    path, siblings = locate(model, detail["loc"])
+    place = locate(model, detail["loc"])
+    path, siblings = place.path, place.siblings
+    if detail["type"] == "missing":
+        return [f"{path}: missing; {_how_to_set(place)}"]
+    if detail["type"] == _UNNAMED:
+        table, keys = (detail.get("ctx", {})[name] for name in ("table", "keys"))
+        return [
+            f"{table}.NAME: missing; {_listed(keys, 'and')} cannot stand in {table} itself: choose "
+            f"a name, and write [{table}.NAME] above them"
+        ]
     answers = {leaf: foreign_answer(leaf, model) for leaf in leaves_of(path, detail["input"])}
     known = {key.path: key for key in all_keys(model)}
     if detail["type"] != "extra_forbidden":
@@ -86,12 +156,31 @@ def _explain(detail: ErrorDetails, model: type[BaseModel], reasons: Reasons) -> 
     ours = known.get(_as_listed(path))
     exact = any(answer is not None and not answer.of_table for answer in answers.values())
     table, _, name = path.rpartition(".")
+    if owner := _other_command(answers, model):
+        here = [answer for answer in answers.values() if answer is not None]
+        instead = f"; here {here[0]}" if here else ""
+        return [f"{path}: unknown key; only a recipe of `isobit {owner}` has it{instead}"]
     misspelt = bool(table) and not exact and bool(did_you_mean(name, siblings))
     if (ours is not None and ours.users) or misspelt or not any(answers.values()):
         listing = f"; {table or 'a run'} has {', '.join(siblings)}" if siblings else ""
         hint = _suggest(path, siblings, model) or reasons.once(listing)
         return [f"{path}: unknown key{hint}"]
     return [reasons.line(leaf, answer) for leaf, answer in answers.items()]
+
+
+def _how_to_set(place: Place) -> str:
+    if has_tables(place.takes) or has_named_tables(place.takes):
+        return f"set it in the file, as a table [{place.path}]"
+    return f"set it in the file or with --{place.path} VALUE"
+
+
+def _other_command(paths: Iterable[str], model: type[BaseModel]) -> str:
+    """The command whose recipes have all of these keys, where ``model`` is that of another."""
+    keys = [re.sub(r"\[\]|\.\d+\b", "", path) for path in paths]
+    if model not in RECIPES.values() or any(is_key(key, model) for key in keys):
+        return ""
+    owners = (name for name, other in RECIPES.items() if all(is_key(key, other) for key in keys))
+    return next(owners, "")
 
 
 def leaves_of(path: str, value: Any) -> list[str]:
@@ -113,8 +202,6 @@ def _explain_value(detail: ErrorDetails, model: type[BaseModel], path: str) -> s
     context = detail.get("ctx", {})
     key = context.get("discriminator", "").strip("'")
     match detail["type"]:
-        case "missing":
-            return f"{path}: missing; set it in the file or with --{path} VALUE"
         case "union_tag_not_found":
             *kinds, last = choices(model, detail["loc"])
             return (
@@ -124,13 +211,18 @@ def _explain_value(detail: ErrorDetails, model: type[BaseModel], path: str) -> s
             tags = context["expected_tags"].replace(", ", " or ")
             near = did_you_mean(str(context["tag"]), choices(model, detail["loc"]))
             return f"{path}.{key}: should be {tags}, but it is {context['tag']!r}{near}"
-    message = _IN_WORDS.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])
+        case "dict_type" if has_named_tables(locate(model, detail["loc"]).takes):
+            message = f"should be a table with a table {path}.NAME in it"
+        case _ if detail["type"] == _KINDS:
+            message = f"should be {_listed(context['kinds'], 'or')}"
+        case _:
+            message = _expected(detail)
     text = repr(detail["input"])
     if text in ("'None'", "'null'", "'~'"):
-        return f"{path}: {message.removeprefix('input ')}; leave the key out for no value"
+        return f"{path}: {message}; leave the key out for no value"
     if len(text) > _LONGEST_VALUE:
         text = f"{text[: _LONGEST_VALUE - 3]}..."
-    return f"{path}: {message.removeprefix('input ')}, but it is {text}"
+    return f"{path}: {message}, but it is {text}"
 
 
 def _suggest(path: str, siblings: list[str], model: type[BaseModel]) -> str:
