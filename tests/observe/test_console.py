@@ -3,6 +3,7 @@
 What of a line fits into a terminal, and how long a run will still take.
 """
 
+from contextlib import suppress
 from io import StringIO
 
 import pytest
@@ -33,6 +34,19 @@ def test_lines_are_plain_and_there_is_no_bar_without_a_terminal() -> None:
     assert out.getvalue() == (
         "a line that is longer than the width of the terminal\n[bold]b[/bold]\n"
     )
+
+
+def test_a_bar_is_not_there_before_its_first_number() -> None:
+    """Seen before: the bar of a command that could not begin stood above its error."""
+    out = StringIO()
+    console = Console(Terminal(file=out, width=80, force_terminal=True))
+    with suppress(ValueError), console.counting("matrices"):
+        raise ValueError
+    assert out.getvalue() == ""
+    with console.counting("matrices") as on_matrix:
+        assert on_matrix is not None
+        on_matrix(1, 2)
+    assert "1/2" in out.getvalue()
 
 
 def test_in_a_notebook_lines_are_one_output(

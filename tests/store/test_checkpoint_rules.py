@@ -1,5 +1,6 @@
 """Which checkpoints stay, which settings may change, and what a checkpoint's folder is called."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,11 @@ def test_only_folders_with_a_step_are_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "step_000011").write_text("")
     (tmp_path / "step_000012").symlink_to(tmp_path / "step_000010")
     assert step_of(tmp_path / "step_000011") is None and step_of(tmp_path / "step_000012") is None
+
+
+def test_the_page_on_checkpoints_names_all_that_may_change() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    part = page[page.index("These may change at a resume") : page.index("Any other change")]
+    named = re.findall(r"`([\w.]+)`", part)
+    for key in MAY_CHANGE:
+        assert key in named or key.rpartition(".")[2] in named, key

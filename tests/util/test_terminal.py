@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from isobit.observe.console import Console
-from isobit.util.terminal import Standard, settle
+from isobit.util.terminal import Standard, gib, settle
 
 # Every way that standard output may fail, in one process: it prints on standard error what came of
 # it, and has the exit code of the command.
@@ -128,3 +128,20 @@ def _run(words: tuple[str, ...], stdout: int) -> tuple[int, str]:
         check=False,
     )
     return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 KiB"),
+        (789 << 10, "789 KiB"),
+        (1020 << 10, "1,020 KiB"),
+        (1048575, "1,024 KiB"),
+        (999.7 * (1 << 20), "1,000 MiB"),
+        (1020 << 20, "1,020 MiB"),
+        (1.234 * (1 << 30), "1.23 GiB"),
+        (999.7 * (1 << 30), "1,000 GiB"),
+    ],
+)
+def test_sizes_have_no_exponent(size: float, text: str) -> None:
+    assert gib(size) == text

@@ -183,14 +183,24 @@ class Console:
 
     @contextmanager
     def counting(self, what: str) -> Iterator[Callable[[int, int], None] | None]:
-        """A progress bar, updated with the number done and the total; None without a terminal."""
+        """A progress bar, updated with the number done and the total, which is there from the first
+        update on; None without a terminal.
+        """
         if not self._terminal.is_terminal:
             yield None
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with ProgressBar(*columns, console=self._terminal, transient=True) as bar:
-            task = bar.add_task(what, total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
+        bar = ProgressBar(*columns, console=self._terminal, transient=True)
+        task = bar.add_task(what, total=None)
+
+        def update(done: int, total: int) -> None:
+            bar.start()
+            bar.update(task, completed=done, total=total)
+
+        try:
+            yield update
+        finally:
+            bar.stop()
 
     @contextmanager
     def busy(self, label: str) -> Iterator[None]:

@@ -146,9 +146,9 @@ GIB = 1 << 30
 
 def gib(size: float) -> str:
     """A size as text: ``1.23 GiB``, ``45.6 MiB`` or ``789 KiB``."""
-    for unit, name in ((GIB, "GiB"), (1 << 20, "MiB")):
-        if size >= unit:
-            return (
-                f"{size / unit:.3g} {name}" if size < 1000 * unit else f"{size / unit:,.0f} {name}"
-            )
-    return f"{size / 1024:.3g} KiB"
+    unit, name = next(
+        ((unit, name) for unit, name in ((GIB, "GiB"), (1 << 20, "MiB")) if size >= unit),
+        (1024, "KiB"),
+    )
+    number = size / unit
+    return f"{number:.3g} {name}" if number < 999.5 else f"{number:,.0f} {name}"
