@@ -105,6 +105,85 @@ def test_a_verbose_dry_run_ends_with_the_formats_and_the_recipe(tmp_path, capsys
     assert places == sorted(places)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--output", "runs/t5", QUICKSTART],
+        ["--output=runs/t5", QUICKSTART],
+        ["output=runs/t5", QUICKSTART],
+        ["--output", "x.toml", QUICKSTART, "--output", "runs/t5"],
+        ["--training.steps", "7", "--output", "runs/t5", "--print-config", QUICKSTART],
+        [QUICKSTART, "--output", "runs/t5"],
+    ],
+)
+def test_overrides_may_stand_before_the_recipe(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--print-config", *words]) == 0
+    assert 'output = "runs/t5"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (
+            ["--output", "runs/t5"],
+            2,
+            "the recipe is missing: isobit train RECIPE.toml --output runs",
+        ),
+        (
+            ["--num_generations", "8"],
+            2,
+            "the recipe is missing: isobit train RECIPE.toml --num_gen",
+        ),
+        (["--steps", "--output=x"], 2, "the recipe is missing"),
+        ([], 2, "required: RECIPE.toml"),
+    ],
+)
+def test_a_command_line_without_a_recipe_says_where_it_stands(
+    words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=str(code)):
+        main(["train", *words])
+    shown = capsys.readouterr().err
+    assert said in shown
+    usage = shown[: shown.index("\nisobit train: error")]
+    for option in ("--resume", "--dry-run", "--gpu NAME", "--gpus N", "--print-config"):
+        assert option in usage
+    assert max(map(len, usage.splitlines())) <= 80
+
+
+def test_another_program_s_flags_before_the_recipe_are_answered(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", "--num_generations", "8", "--bf16", QUICKSTART]) == 2
+    shown = capsys.readouterr().err
+    assert "num_generations: unknown key; use training.samples_per_prompt" in shown
+    assert "bf16: unknown key" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--cluster.processes", "4"],
+            "--gpus plans with cluster.processes = 8, and --cluster.pro",
+        ),
+        (["--cluster={processes = 4}"], "--gpus plans with cluster.processes = 8"),
+        (["--device", "cpu"], "--gpu plans with device = cuda, and --device is cpu: leave one"),
+        (["--cluster.processes", "8", "--device", "auto"], ""),
+    ],
+)
+def test_two_numbers_of_gpus_are_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plan = ["--dry-run", "--gpu", "h200", "--gpus", "8", "--output", str(tmp_path / "run"), *TINY]
+    code = main(["train", QUICKSTART, *plan, *words])
+    shown = capsys.readouterr()
+    assert code == (2 if said else 0)
+    assert said in shown.err if said else shown.out.startswith("on 8 x H200 it fits")
+
+
 def test_a_dry_run_plans_for_gpus_that_are_not_here(tmp_path, capsys):
     output = tmp_path / "run"
     output.mkdir()

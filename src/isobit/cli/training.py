@@ -7,10 +7,11 @@ nothing. ``--KEY VALUE`` overrides any key of the recipe.
 """
 
 import json
+import shlex
 import signal
 import threading
 from argparse import REMAINDER, ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +22,21 @@ from isobit.cli.options import (
     add_options,
     allow_change,
     allowed_names,
+    given,
     gpu_options,
     option,
     path_value,
 )
 from isobit.cli.start import starting
 from isobit.config.base import Strict
-from isobit.config.keys import all_keys
-from isobit.config.load import build_with, dump_config, load_recipe
+from isobit.config.keys import all_keys, is_key
+from isobit.config.load import (
+    build_with,
+    dump_config,
+    load_recipe,
+    nested_overrides,
+    read_words,
+)
 from isobit.config.recipes import Recipe, recorded_recipe
 from isobit.parallel.black_box import end_with_launcher
 from isobit.parallel.launched import SAVES, is_launched
@@ -121,9 +129,9 @@ def _obey(
         raise ConfigError(f"{ALLOW} is for {RESUME}: a new run has nothing to differ from")
     card = _card(options)
     if card is not None:  # the run would be on that machine, whatever the recipe says of this one
-        options.overrides += ["--device", "cuda"]
-        if options.gpus is not None:
-            options.overrides += ["--cluster.processes", str(options.gpus)]
+        planned: dict[str, Any] = {"device": "cuda", **given(**{"cluster.processes": options.gpus})}
+        _check_agrees(command.recipe, options.overrides, planned)
+        options.overrides += [f"--{key}={value}" for key, value in planned.items()]
     path = path_value(options.recipe)
     if options.resume and path.is_dir():
         config = _config_of_run(command, path, options.overrides)
@@ -154,7 +162,7 @@ def _read_options(command: TrainingCommand[AnyRecipe], arguments: Sequence[str])
     is_help = bool({"-h", "--help"} & set(arguments))
     parser = ArgumentParser(
         prog=f"isobit {command.name}",
-        usage=f"isobit {command.name} [--print-config] RECIPE.toml [--KEY VALUE ...]",
+        usage=_usage(command.name),
         description=f"{command.description}\nRelative paths are relative to the current directory.",
         epilog=_describe_keys(command.recipe) if is_help else None,
         formatter_class=RawDescriptionHelpFormatter,
@@ -168,12 +176,51 @@ def _read_options(command: TrainingCommand[AnyRecipe], arguments: Sequence[str])
         help="changes of the recipe, for example --training.steps 5",
     )
     overrides.required = False  # otherwise argparse requires at least one
-    return parser.parse_args(["--help"] if is_help else _flags_first(arguments))
+    if is_help:
+        return parser.parse_args(["--help"])
+    flags, rest = _flags_of(arguments)
+    place = _place_of_recipe(rest, command.recipe)
+    if rest and place is None:
+        parser.error(
+            f"the recipe is missing: isobit {command.name} RECIPE.toml {shlex.join(arguments)}"
+        )
+    place = place or 0
+    return parser.parse_args([*flags, *rest[place : place + 1], *rest[:place], *rest[place + 1 :]])
 
 
-def _flags_first(arguments: Sequence[str]) -> list[str]:
-    """The arguments with the options moved to the front: after the recipe the parser would take
-    them for overrides.
+def _usage(name: str) -> str:
+    begin = f"isobit {name}"
+    indent = len(f"usage: {begin} ") * " "
+    return (
+        f"{begin} RECIPE.toml [--resume] [--dry-run [--gpu NAME [--gpus N]]]\n{indent}"
+        "[--print-config] [--KEY VALUE ...]"
+    )
+
+
+def _place_of_recipe(words: Sequence[str], model: type[Strict]) -> int | None:
+    """Where the recipe stands, which is the first word that neither overrides a key nor is the
+    value of one; None where there is none.
+    """
+    place = 0
+    while place < len(words):
+        key, equals, _ = words[place].removeprefix("--").partition("=")
+        if not words[place].startswith("--") and not (equals and is_key(key, model)):
+            return place
+        is_flag = not equals
+        place += 1
+        if is_flag and is_key(key, model):
+            place += 1
+        elif is_flag:  # another program's, which may have no value or several
+            while place < len(words) and not words[place].startswith("--"):
+                if words[place].endswith(".toml"):
+                    return place
+                place += 1
+    return None
+
+
+def _flags_of(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The options with their values, and the other words: after the recipe the parser would take
+    options for overrides.
     """
     flags = [option.flag for option in _OPTIONS if option.is_switch]
     valued = [option.flag for option in _OPTIONS if not option.is_switch]
@@ -187,7 +234,7 @@ def _flags_first(arguments: Sequence[str]) -> list[str]:
             first.append(word)
         else:
             rest.append(word)
-    return first + rest
+    return first, rest
 
 
 def _describe_keys(schema: type[Strict]) -> str:
@@ -236,6 +283,21 @@ def _card(options: Namespace) -> "Card | None":
     with starting():
         from isobit.memory.cards import read_card
     return read_card(options.gpu)
+
+
+def _check_agrees(
+    model: type[Strict], overrides: Sequence[str], planned: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError where the command line sets a key to another value than ``--gpu`` does."""
+    for parts, value in read_words(overrides, model).overrides:
+        for below, said in nested_overrides({".".join(parts): value}):
+            key = ".".join(below)
+            if key in planned and said not in (planned[key], "auto"):
+                flag = "--gpus" if key == "cluster.processes" else "--gpu"
+                raise ConfigError(
+                    f"{flag} plans with {key} = {planned[key]}, and --{key} is {said}: leave one "
+                    "of them out"
+                )
 
 
 def _print_plan(plan: "DryRun", verbose: bool) -> None:
