@@ -146,3 +146,9 @@ def test_every_sequence_gets_its_tokens(
     assert decoding.keys >= sequences * new * prompt
     if cached >= most * (prompt + new + tick):
         assert max(decoding.steps) == min(most, sequences), "nothing waits for the cache"
+
+
+def test_a_short_time_has_no_exponent() -> None:
+    step = replace(estimate_step(STEP), training=9e-6, rollout=0.0056)
+    first = describe_step(step, 2, read_card("h200"), 1)[0]
+    assert "rollout 0.0056 s" in first and "training less than 1 ms" in first

@@ -18,6 +18,7 @@ from isobit.commands.dry_run import DryRun, plan_training
 from isobit.config.load import build
 from isobit.config.precision import Preset
 from isobit.config.recipes import SftConfig
+from isobit.config.training import OptimisationConfig
 from isobit.kernels.backend import support
 from isobit.kernels.spec.backend import SpecBackend
 from isobit.memory.sharing import DeviceSharing
@@ -28,6 +29,7 @@ from isobit.records.batch import PackedBatch
 from isobit.run import model_source, plan
 from isobit.run import plan as plan_module
 from isobit.run import run as run_module
+from isobit.run.data import SftData
 from isobit.run.resolved import resolve
 from isobit.run.sft import prepare_sft, read_sft, sft
 from isobit.starter.tasks import problems, question, worked_out
@@ -358,3 +360,13 @@ def test_an_out_of_memory_is_journalled(
         "nothing was learnt with less"
     )
     assert "tries 4,096 tokens" not in capsys.readouterr().out, "this run is over"
+
+
+@pytest.mark.parametrize(
+    ("steps", "times"), [(1, "0.25"), (397, "99"), (400, "100"), (9999, "2,500")]
+)
+def test_how_often_an_example_is_seen_has_no_exponent(steps: int, times: str) -> None:
+    examples: Any = dict.fromkeys("abcd")
+    data = SftData(examples, 0, {}, {}, (), "supervised")
+    said = data.describe(OptimisationConfig(steps=steps, prompts_per_step=1))
+    assert f"each seen {times} times" in said

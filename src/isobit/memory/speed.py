@@ -588,6 +588,8 @@ def _scaled(card: Card) -> list[str]:
 
 
 def _seconds(time: float) -> str:
+    if time < 0.001:
+        return "less than 1 ms"
     return f"{time:.2g} s" if time < 10 else f"{time:,.0f} s"
 
 

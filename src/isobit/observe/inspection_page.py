@@ -286,7 +286,7 @@ def write_inspection(found: Inspection, path: Path) -> Path:
 def _tiles(found: Inspection) -> list[Tile]:
     number = found.parameters
     units = ((10**9, " B"), (10**6, " M"), (10**3, " k"))
-    short = (f"{number / unit:.3g}{name}" for unit, name in units if number >= unit)
+    short = (f"{number / unit:.3g}{name}" for unit, name in units if number >= 0.9995 * unit)
     formats = ", ".join(one.format for one in found.formats)
     tiles = [
         Tile("parameters", next(short, str(number)), f"{found.config.num_layers} layers"),

@@ -182,7 +182,8 @@ class SftData(TrainingData[Lesson]):
     def describe(self, training: OptimisationConfig) -> str:
         """One line: how many there are, and how often each is gone through."""
         passes = training.steps * training.prompts_per_step / len(self.train)
-        return self._described(self.noun, f", each seen {passes:.2g} times; held out")
+        times = f"{passes:.2g}" if passes < 99.5 else f"{passes:,.0f}"
+        return self._described(self.noun, f", each seen {times} times; held out")
 
 
 def load_prompts(config: RunConfig, model: DescribedModel) -> RlData:
