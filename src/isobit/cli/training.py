@@ -198,8 +198,8 @@ def _usage(name: str) -> str:
 
 
 def _place_of_recipe(words: Sequence[str], model: type[Strict]) -> int | None:
-    """Where the recipe stands, which is the first word that neither overrides a key nor is the
-    value of one; None where there is none.
+    """The place of the recipe: the first word that neither overrides a key nor is the value of one;
+    None where there is none.
     """
     place = 0
     while place < len(words):

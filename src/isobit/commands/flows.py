@@ -300,9 +300,8 @@ def compare_flows(
             tokens = bench.tokens
         comparison = replace(comparison, flows=figures, problems=len(requests), tokens=tokens)
     if card is not None:
-        lengths = [len(one.prompt.token_ids) for one in requests] or [
-            min(_PROMPT, shape.max_positions // 2)
-        ]
+        assumed = min(_PROMPT, shape.max_positions // 2)
+        lengths = [len(one.prompt.token_ids) for one in requests] or [assumed]
         work = _step(config, SpeedShape(shape, figures[0].flow), fmean(lengths))
         figures = [_estimated(one, work, card) for one in figures]
         comparison = replace(comparison, estimated_for=_described(work))

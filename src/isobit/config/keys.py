@@ -122,22 +122,23 @@ def choices(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where an error is."""
+class ErrorPlace:
+    """The place of an error."""
 
     path: str
     siblings: list[str]
     """The valid keys of its table."""
     union: str = ""
-    """The path of the value that is of one of several kinds, none of them a table, if it is one, or
-    lies in one."""
+    """The path of a value that may be of several kinds, none of them a table, if this is or lies in
+    one.
+    """
     named: tuple[str, ...] = ()
     """The keys of a table in which this is the free name, if it is one."""
     takes: Any = None
     """What the key takes."""
 
 
-def locate(model: type[BaseModel], location: Sequence[str | int]) -> Place:
+def locate(model: type[BaseModel], location: Sequence[str | int]) -> ErrorPlace:
     """The place of a pydantic error's location."""
     annotation: Any = model
     parts: list[str] = []
@@ -159,7 +160,7 @@ def locate(model: type[BaseModel], location: Sequence[str | int]) -> Place:
         siblings = sorted(fields_by_key(models[0])) if len(models) == 1 else []
         named = _keys_below_a_name(annotation)
         annotation = _below(_plain(annotation), models, part)
-    return Place(".".join(parts), siblings, union, named, annotation)
+    return ErrorPlace(".".join(parts), siblings, union, named, annotation)
 
 
 def _is_union(annotation: Any) -> bool:

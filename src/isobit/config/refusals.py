@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from isobit.config.foreign import Reasons, foreign_answer
 from isobit.config.keys import (
-    Place,
+    ErrorPlace,
     all_keys,
     choices,
     has_named_tables,
@@ -168,7 +168,7 @@ def _explain(detail: ErrorDetails, model: type[BaseModel], reasons: Reasons) -> 
     return [reasons.line(leaf, answer) for leaf, answer in answers.items()]
 
 
-def _how_to_set(place: Place) -> str:
+def _how_to_set(place: ErrorPlace) -> str:
     if has_tables(place.takes) or has_named_tables(place.takes):
         return f"set it in the file, as a table [{place.path}]"
     return f"set it in the file or with --{place.path} VALUE"
