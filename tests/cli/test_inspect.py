@@ -47,3 +47,13 @@ def test_a_flow_with_options(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     said = capsys.readouterr().out
     flow = '{preset = "fp8", first_layers_bf16 = 3, scales = "fp32"}'
     assert f"the 7 matrices in E4M3: {flow}" in said
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_override_may_stand_before_the_folder(
+    first: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--rollout.max_new_tokens", "64"]
+    words = [*words, "starter"] if first else ["starter", *words]
+    assert main(["inspect", *words, "--gpu", "h200"]) == 0
+    assert "completions have 64 tokens" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """What a command is: a name, a description and a list of options, many of which are shared."""
 
+import re
 from argparse import (
     ArgumentParser,
     ArgumentTypeError,
@@ -143,7 +144,15 @@ class Command:
 
     def read_some(self, arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
         """Parse the options. -> Also the remaining words, which override configuration keys."""
-        return self.parser().parse_known_args(arguments)
+        words: list[str] = []
+        for word in arguments:
+            # joined, as the parser would take the value of a key before FOLDER for the folder
+            is_value = bool(words) and re.fullmatch(r"--\w+(\.\w+)+", words[-1]) is not None
+            if is_value and not word.startswith("--"):
+                words[-1] += f"={word}"
+            else:
+                words.append(word)
+        return self.parser().parse_known_args(words)
 
     def settings(
         self, model: type[Settings], options: Namespace, overrides: Sequence[str], **tables: Any
