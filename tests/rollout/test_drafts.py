@@ -7,13 +7,15 @@ from functools import cache
 from itertools import product
 from math import inf
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from experiments.guess_bits import OtherRows
 from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig
 from isobit.config.rollout import RolloutConfig
@@ -23,7 +25,7 @@ from isobit.memory.cache_size import SPECULATED_ROWS, CacheSize, forward_bytes
 from isobit.models.function import SampledPolicy
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rollout.drafts import LONGEST_REST, Drafter, StepTimes
+from isobit.rollout.drafts import BUDGET, LONGEST_REST, REFILL, Drafter, StepTimes
 from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Handle, Request
@@ -306,22 +308,6 @@ def delayed(policy: SampledPolicy, size: CacheSize) -> DelayedRunner:
     return DelayedRunner(PolicyRunner(policy, size))
 
 
-class OtherRows(PolicyRunner):
-    """Rows behind the first of a sequence have the last bit of their states turned over, as where
-    verification and decoding are different kernels.
-    """
-
-    turned = 1
-
-    def forward(self, batch: ForwardBatch) -> States:
-        states, counts = super().forward(batch), torch.tensor(batch.paged.counts)
-        first = torch.zeros(int(counts.sum()), dtype=torch.bool)
-        first[counts.cumsum(0) - counts] = True
-        is_drafted = ~first & (counts < 9).repeat_interleave(counts)  # no chunk of a prompt
-        states.hidden.view(torch.int16)[is_drafted] ^= self.turned
-        return states
-
-
 class CoarseRows(OtherRows):
     """Five bits, so that some of few tokens are others."""
 
@@ -521,14 +507,13 @@ def drafted(times: StepTimes, *rates: float, most: int = 7) -> list[int]:
     return [len(one) for one in drafter.drafts(samples, [100] * len(samples), samples)]
 
 
-def best_counts(times: StepTimes, rates: Sequence[float], most: int) -> float:
-    """The most expected tokens a second of any numbers of guesses."""
-    return max(
-        sum(1 + sum(rate**place for place in range(1, count + 1)) for rate, count in pairs)
-        / times.step_seconds(sum(1 + count for _, count in pairs), 0)
-        for counts in product(range(most + 1), repeat=len(rates))
-        for pairs in [list(zip(rates, counts, strict=True))]
-    )
+def speed(times: StepTimes, rates: Sequence[float], counts: Sequence[int]) -> float:
+    """The geometric mean of the samples' expected tokens a second, with so many guesses."""
+    tokens = [
+        1 + sum(rate**place for place in range(1, count + 1))
+        for rate, count in zip(rates, counts, strict=True)
+    ]
+    return geometric_mean(tokens) / times.step_seconds(len(rates) + sum(counts), 0)
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -536,24 +521,20 @@ def best_counts(times: StepTimes, rates: Sequence[float], most: int) -> float:
     rates=st.lists(st.floats(0.05, 0.97), min_size=1, max_size=3),
     seconds=st.lists(st.floats(0.0, 1.0), min_size=15, max_size=15),
 )
-def test_no_other_guesses_have_more_expected_tokens_a_second(
+def test_samples_go_on_faster_with_no_other_guesses(
     rates: list[float], seconds: list[float]
 ) -> None:
     """Whatever further rows take."""
     times = Times()
     times.step_seconds = lambda rows, length: 1 + sum(seconds[:rows])
-    counts = drafted(times, *rates, most=3)
-    expected = sum(
-        1 + sum(rate**place for place in range(1, count + 1))
-        for rate, count in zip(rates, counts, strict=True)
-    )
-    made = expected / times.step_seconds(len(rates) + sum(counts), 0)
-    assert made == pytest.approx(best_counts(times, rates, 3), rel=1e-12)
+    made = speed(times, rates, drafted(times, *rates, most=3))
+    best = max(speed(times, rates, counts) for counts in product(range(4), repeat=len(rates)))
+    assert made == pytest.approx(best, rel=1e-12)
 
 
 def test_guesses_are_made_only_where_they_gain() -> None:
-    assert drafted(Times(0.01), 0.9, 0.5, 0.05) == [7, 3, 0]
-    assert drafted(Times(0.3), 0.9, 0.5, 0.05) == [4, 0, 0]
+    assert drafted(Times(0.03), 0.9, 0.5, 0.05) == [7, 3, 0]
+    assert drafted(Times(0.3), 0.9, 0.5, 0.05) == [1, 0, 0]
     assert drafted(Times(1.0), 0.9, 0.5, 0.05) == [0, 0, 0], "a row takes as long as a token"
     assert drafted(Times(), -inf, 0.9) == [0, 7], "none of a sample that a guess has spoilt"
     many = drafted(Times(), *[0.9] * 100)
@@ -720,6 +701,32 @@ def test_guesses_never_cost_much_whatever_was_estimated(
     assert a_token < 1.02 * without
     if plain >= 1 and right == 1 and cost < 0.5:
         assert a_token < 0.9 * without
+
+
+@settings(max_examples=examples(60), deadline=None)
+@example(phases=[(40, 1.0, 2.0, 0)] * 5)  # tokens are waited for, and there is nothing to guess
+@given(
+    phases=st.lists(
+        st.tuples(st.integers(1, 40), st.floats(0, 1), st.floats(0, 2), st.integers(0, 7)),
+        min_size=5,
+        max_size=30,
+    )
+)
+def test_guesses_cost_no_more_than_their_budget(
+    phases: list[tuple[int, float, float, int]],
+) -> None:
+    """However what they bring, what they cost and how many are found changes: no more than the
+    budget, and what one step can take from it.
+    """
+    samples = decoding(*[0.7] * 16)
+    times = Clocked(0.005, wait_s=0.5)
+    drafter = clocked(times)
+    for steps, times.right, cost, found in phases:
+        drafter.draft = lambda sample, most, found=found: [1] * min(found, most)
+        times.steps(drafter, samples, steps, cost)
+    tokens = sum(len(sample.tokens) for sample in samples) / 16 - 5
+    plain = times.step_seconds(16, 0)
+    assert times.seconds * (1 - REFILL) <= (tokens + BUDGET) * plain + 2.5
 
 
 @pytest.mark.few(2)
