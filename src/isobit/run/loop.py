@@ -113,7 +113,7 @@ def take_step(opened: OpenRlRun, step: int) -> StepDigests:
     run.pending.end_step(step)
     run.calibrate_if_due()
     log.step(step, batch, run.pending.take_engine(), trained, digests, estimated)
-    log.note_hidden(batch.groups)
+    log.note_once(batch.groups)
     opened.end_step(step)
     log.check_step()
     opened.evaluate_if_due(step)
