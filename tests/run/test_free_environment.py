@@ -239,6 +239,20 @@ def test_a_server_has_room_for_few_episodes(
     assert {*failures} == {None}, "nobody was refused for long"
 
 
+def test_a_run_with_more_steps_than_it_once_had_is_replayed(free_acting: MakeConfig) -> None:
+    """The last of the first steps could begin no group of the later ones.  Other answers are still
+    found.
+    """
+    few = free_acting(1, training={"steps": 2})
+    train(few, silent())
+    train(free_acting(1, training={"steps": 4}), silent(), resume=True)
+    assert replay(few.output, say=lambda _: None).differences == []
+    record = few.output / "environment.jsonl"
+    record.write_text(record.read_text().replace("total ", "sum ", 1))
+    (found,) = replay(few.output, say=lambda _: None).differences
+    assert "'total " in found.what and "'sum " in found.what
+
+
 @pytest.mark.exhaustive
 def test_processes_stay_while_steps_learn_and_over_evaluations(
     free_acting: MakeConfig, monkeypatch: pytest.MonkeyPatch
