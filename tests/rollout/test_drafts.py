@@ -82,7 +82,7 @@ class Knowing(Drafter):
         self._known, self._right, self._vocab = known, right, vocab
         self._chance = random.Random(1)
 
-    def is_worth_waiting(self, running: Sequence[Sample], rooms: Any = None) -> bool:
+    def is_worth_waiting(self, running: Sequence[Sample], rooms: Any) -> bool:
         return self._chance.random() < 0.7
 
     def drafts(
@@ -201,7 +201,7 @@ def test_nothing_has_room_behind_a_last_token_that_is_in_flight() -> None:
     seen = list[int]()
 
     class Unguessed(Knowing):
-        def is_worth_waiting(self, running: Sequence[Sample], rooms: Any = None) -> bool:
+        def is_worth_waiting(self, running: Sequence[Sample], rooms: Any) -> bool:
             seen.extend(rooms(running))
             return False
 
@@ -500,6 +500,10 @@ def decoding(*rates: float) -> list[Sample]:
     return samples
 
 
+def roomy(samples: Sequence[Sample]) -> list[int]:
+    return [100] * len(samples)
+
+
 def drafted(times: StepTimes, *rates: float, most: int = 7) -> list[int]:
     """The guesses behind each of several samples whose table has as many as may be made."""
     samples, drafter = decoding(*rates), Drafter(most, times)
@@ -555,14 +559,15 @@ def test_tokens_in_flight_are_waited_for_where_guesses_are_likely_to_gain() -> N
         drafter.note = lambda *samples: None
         for sample in samples:
             sample.foretold = foretold
-        assert drafter.is_worth_waiting(samples) == waits
-    assert not drafter.is_worth_waiting([])
+        assert drafter.is_worth_waiting(samples, roomy) == waits
+    assert not drafter.is_worth_waiting([], roomy)
     for room in (7, 0):
         drafter = Drafter(7, Times(0.05))
         drafter.note = lambda *samples: None
         rooms = [room, room]
         assert drafter.is_worth_waiting(decoding(0.6, 0.6), lambda _, its=rooms: its) == bool(room)
-    assert not Drafter(7, Times()).is_worth_waiting(decoding(*[0.9] * SPECULATED_ROWS))
+    many = decoding(*[0.9] * SPECULATED_ROWS)
+    assert not Drafter(7, Times()).is_worth_waiting(many, roomy)
 
 
 def test_the_rate_of_a_sample_is_learnt_from_tokens_that_were_not_guessed() -> None:
@@ -590,10 +595,10 @@ def test_nothing_is_looked_up_for_a_while_where_guesses_were_not_worth_it() -> N
     note = drafter.note
     for step in range(200):
         drafter.note = lambda *samples, step=step: looked.append(step) or note(*samples)
-        assert not drafter.is_worth_waiting(samples)
+        assert not drafter.is_worth_waiting(samples, roomy)
     assert looked == [0, 2, 6, 14, 30, 62, 94, 126, 158, 190]
     drafter._times = Times(0.05)
-    waits = [drafter.is_worth_waiting(samples) for _ in range(200)]
+    waits = [drafter.is_worth_waiting(samples, roomy) for _ in range(200)]
     assert waits == [False] * 22 + [True] * 178
 
 
@@ -617,7 +622,7 @@ class Clocked(Times):
         """Let ``count`` steps pass, whose guesses cost so much.  -> Those with guesses."""
         guessed, drafts = 0, list[Sequence[int]]()
         for _ in range(count):
-            waits = any(drafts) or drafter.is_worth_waiting(samples)
+            waits = any(drafts) or drafter.is_worth_waiting(samples, roomy)
             drafter.begin_plan()
             drafts = drafter.drafts(samples, [7] * len(samples), samples) if waits else []
             made = self.step(drafter, samples, drafts)

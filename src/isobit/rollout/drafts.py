@@ -196,7 +196,7 @@ class Drafter:
     def is_worth_waiting(
         self,
         running: Sequence[Sample],
-        rooms: Callable[[Sequence[Sample]], Sequence[int]] | None = None,
+        rooms: Callable[[Sequence[Sample]], Sequence[int]],
     ) -> bool:
         """Whether guesses behind these samples, for as many as there is room, are expected to be
         worth it that the tokens in flight are waited for first.
@@ -295,7 +295,7 @@ class Drafter:
     def _is_worth_waiting(
         self,
         running: Sequence[Sample],
-        rooms: Callable[[Sequence[Sample]], Sequence[int]] | None,
+        rooms: Callable[[Sequence[Sample]], Sequence[int]],
     ) -> bool:
         rows, length = len(running), max([sample.length for sample in running])
         wait_s, learnt = self._wait_s(running), self._of(running)
@@ -304,7 +304,7 @@ class Drafter:
         if (rows + accepted) * learnt.plain * now <= rows * (later + wait_s):
             return False  # not even if every guess cost as little as one
         rates, foretold = zip(*((one.acceptance, one.foretold) for one in running), strict=True)
-        most = [min(room, self.most) for room in rooms(running)] if rooms else [self.most] * rows
+        most = [min(room, self.most) for room in rooms(running)]
         return any(self._counts(rates, most, running, foretold, wait_s))
 
     def drafts(
