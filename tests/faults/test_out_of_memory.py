@@ -147,7 +147,7 @@ def test_a_run_that_cannot_go_on_keeps_what_it_has_learnt(
     config = make_config()
     with (
         little_memory(2 * STEP, tokens=1),
-        pytest.raises(OutOfMemoryError, match=r"one sequence of \d+ tokens is a micro-batch"),
+        pytest.raises(OutOfMemoryError, match=r"each micro-batch is one sequence, of at most \d+ "),
     ):
         train(config)
     assert sorted(path.name for path in (config.output / "checkpoints").iterdir()) == [

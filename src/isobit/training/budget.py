@@ -44,9 +44,19 @@ class MicrobatchBudget:
             self.on_change(change)
 
 
-def halved(tokens: int, lengths: Sequence[int]) -> int | None:
-    """Half the tokens of the largest micro-batch of sequences of these lengths; None where that is
-    the longest sequence alone.
+Cut = Callable[[int], Sequence[Sequence[int]]]
+"""Tokens a micro-batch -> the sequences of each micro-batch, by their indices."""
+
+
+def halved(tokens: int, lengths: Sequence[int], cut: Cut) -> int | None:
+    """The tokens a micro-batch that are tried after so many for sequences of these lengths: halved
+    until the cut is another, first down to the longest sequence; None where each sequence is a
+    micro-batch already.
     """
-    largest, longest = min(tokens, sum(lengths)), max(lengths)
-    return max(largest // 2, longest) if largest > longest else None
+    before, longest = cut(tokens), max(lengths)
+    tokens = min(tokens, sum(lengths))
+    while any(len(members) > 1 for members in before):
+        tokens = max(tokens // 2, longest) if tokens > longest else tokens // 2
+        if cut(tokens) != before:
+            return tokens
+    return None
