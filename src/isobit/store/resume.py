@@ -347,9 +347,8 @@ def preview(
 
 
 def position_at(checkpoint: Checkpoint | None, path: Path) -> int:
-    """Bytes of a file of the run at a checkpoint, of one that has lost some all that it has."""
-    recorded = checkpoint.state["files"].get(path.name, 0) if checkpoint else 0
-    return min(recorded, path.stat().st_size) if path.is_file() else 0
+    """Bytes of a file of the run at a checkpoint; ``rewind`` fills up one that has lost some."""
+    return checkpoint.state["files"].get(path.name, 0) if checkpoint else 0
 
 
 def _same_threads(config: Recipe, old: Mapping[str, Any], say: Say) -> None:
