@@ -20,7 +20,7 @@ from isobit.store.state import (
     StateDigest,
     StepDigests,
     checkpoint_digest,
-    drop_torn_line,
+    keep_changes,
     read_changes,
     read_digests,
     state_digest,
@@ -29,30 +29,62 @@ from isobit.store.state import (
 from isobit.training.budget import BudgetChange
 from isobit.util.errors import MismatchError
 
+
+def never(line: str) -> None:
+    raise AssertionError(line)
+
+
 CHANGES = [BudgetChange(4, 4096, 2048), BudgetChange(9, 2048, 1024)]
 
 
 def test_what_is_written_is_read_from_a_position_on(tmp_path: Path) -> None:
     path = tmp_path / "budget.jsonl"
-    assert read_changes(path, 0) == []
+    assert read_changes(path, 0, never) == []
     write_change(path, 3, CHANGES[0])
     size = path.stat().st_size
     write_change(path, 5, CHANGES[1])
-    assert read_changes(path, 0) == CHANGES
-    assert read_changes(path, size) == CHANGES[1:]
+    assert read_changes(path, 0, never) == CHANGES
+    assert read_changes(path, size, never) == CHANGES[1:]
 
 
 def test_an_unfinished_line_is_no_change_and_goes(tmp_path: Path) -> None:
     path = tmp_path / "budget.jsonl"
-    drop_torn_line(path)
+    keep_changes(path, 0, 0)
     assert not path.exists()
     write_change(path, 3, CHANGES[0])
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:15])
-    assert read_changes(path, 0) == CHANGES[:1]
-    drop_torn_line(path)
+    assert read_changes(path, 0, never) == CHANGES[:1]
+    keep_changes(path, 0, 1)
     write_change(path, 5, CHANGES[1])
-    assert read_changes(path, 0) == CHANGES
+    assert read_changes(path, 0, never) == CHANGES
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "{}",
+        '{"step": 2, "update": "x", "old": 1, "new": 2}',
+        '{"step": 2, "update": 5, "old": 64}',
+        '{"step": 2, "update": 5, "old": 64, "new": 32.0}',
+        '{"step": 2, "update": 5, "old": null, "new": 32}',
+        '{"step": 2, "update": [5], "old": 64, "new": 32}',
+        '{"step": 2, "update": true, "old": 64, "new": 32}',
+        '{"step": 2, "update": 5, "old": 64, "new": -32}',
+        '{"lost_bytes": 70}',
+    ],
+)
+def test_changes_end_before_a_line_that_is_none_which_is_said(damaged: str, tmp_path: Path) -> None:
+    path, said = tmp_path / "budget.jsonl", list[str]()
+    write_change(path, 3, CHANGES[0])
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes() + damaged.encode() + b"\n")
+    write_change(path, 5, CHANGES[1])
+    assert read_changes(path, 0, said.append) == CHANGES[:1]
+    assert read_changes(path, size, said.append) == []
+    assert [f"{path} has a damaged line" in line for line in said] == [True, True]
+    keep_changes(path, 0, 1)
+    assert path.stat().st_size == size
 
 
 MakeConfig = Callable[..., RunConfig]

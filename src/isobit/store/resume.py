@@ -50,7 +50,7 @@ from isobit.store.newest import Say, newest_usable, tidy
 from isobit.store.reward_record import AnswerRecord, RewardRecord
 from isobit.store.schedule_record import ScheduleRecord
 from isobit.store.shared_disk import check_shared
-from isobit.store.state import drop_torn_line, read_changes
+from isobit.store.state import keep_changes, read_changes
 from isobit.store.training_run import TrainingRun
 from isobit.store.waiting_writer import WaitingWriter
 from isobit.training.budget import BudgetChange
@@ -171,7 +171,8 @@ class Start:
                 tidy(self.directory, self.step, self._say)
                 rewind(self.directory, self.checkpoint.state["files"] if self.checkpoint else {})
                 drop_completions(self.directory, self.step)
-                drop_torn_line(self.directory.budget)
+                budget = self.directory.budget
+                keep_changes(budget, position_at(self.checkpoint, budget), len(self.budget_changes))
                 resumed = {
                     "step": self.step,
                     **environment(run.model.policy.device),
@@ -242,7 +243,8 @@ def begin(
         checkpoint = newest_usable(directory, say, world)
         found = json.loads(
             broadcast(
-                world, lambda: _decide(directory, config, shape, checkpoint, extra_bytes, allowed)
+                world,
+                lambda: _decide(directory, config, shape, checkpoint, extra_bytes, allowed, say),
             )
         )
         rewards, answers, schedule = ([line.encode() for line in found[name]] for name in _GIVEN)
@@ -289,6 +291,7 @@ def _decide(
     checkpoint: Checkpoint | None,
     extra_bytes: int,
     allowed: Sequence[str],
+    say: Say,
 ) -> str:
     """Whether the run can go on from a checkpoint, and all that every rank must know of it, as
     JSON.
@@ -301,7 +304,7 @@ def _decide(
     files = directory.rewards, directory.answers, directory.schedule
     paths = dict(zip(_GIVEN, files, strict=True))
     given = {name: whole_lines(one, position_at(checkpoint, one)) for name, one in paths.items()}
-    budget = read_changes(directory.budget, position_at(checkpoint, directory.budget))
+    budget = read_changes(directory.budget, position_at(checkpoint, directory.budget), say)
     return json.dumps(
         {
             "old": old,
@@ -392,7 +395,7 @@ def begin_again(
         world,
         lambda: [
             asdict(change)
-            for change in read_changes(source.budget, position_at(checkpoint, source.budget))
+            for change in read_changes(source.budget, position_at(checkpoint, source.budget), say)
         ],
     )
     changes = [BudgetChange(**change) for change in recorded]

@@ -32,7 +32,7 @@ number of processes.
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
@@ -345,16 +345,28 @@ def write_change(path: Path, step: int, change: BudgetChange) -> None:
         file.close()
 
 
-def read_changes(path: Path, position: int) -> list[BudgetChange]:
-    """The changes after byte ``position``; none where there is no file."""
-    lines = map(json.loads, whole_lines(path, position))
-    return [BudgetChange(line["update"], line["old"], line["new"]) for line in lines]
+def read_changes(path: Path, position: int, say: Callable[[str], None]) -> list[BudgetChange]:
+    """The changes after byte ``position``, up to a line that is none, which is said; none where
+    there is no file.
+    """
+    changes = list[BudgetChange]()
+    for line in whole_lines(path, position):
+        try:
+            changes.append(BudgetChange.of_line(json.loads(line)))
+        except (KeyError, TypeError):
+            say(
+                f"{path} has a damaged line: the changes from there on are not made again, and an "
+                "update that runs out of memory may be cut otherwise"
+            )
+            break
+    return changes
 
 
-def drop_torn_line(path: Path) -> None:
-    """Cut an unfinished last line."""
+def keep_changes(path: Path, position: int, count: int) -> None:
+    """Cut what follows the first ``count`` lines after byte ``position``."""
     if path.is_file():
-        os.truncate(path, sum(map(len, whole_lines(path, 0))))
+        kept = whole_lines(path, position)[:count]
+        os.truncate(path, position + sum(map(len, kept)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ Each change is therefore kept with the update that it was made for, and a resume
 that update again, whether it would run out of memory there or not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,17 @@ class BudgetChange:
     """The first update that it is for, counted from 0 (``Trainer.updates``)."""
     old: int
     new: int
+
+    @classmethod
+    def of_line(cls, content: Mapping[str, Any]) -> Self:
+        """Raises KeyError and TypeError for content that is no change."""
+        numbers = [content[name] for name in ("update", "old", "new")]
+        if any(type(number) is not int for number in numbers):
+            raise TypeError
+        update, old, new = numbers
+        if update < 0 or min(old, new) < 1:
+            raise TypeError
+        return cls(update, old, new)
 
 
 class MicrobatchBudget:
