@@ -20,7 +20,7 @@ from isobit.records.batch import PackedBatch, TokenScores
 from isobit.records.packing import micro_batches
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
-from isobit.training.budget import BudgetChange, halved
+from isobit.training.budget import BudgetChange, MicrobatchBudget, halved
 from isobit.training.optimiser import AdamW
 from isobit.training.step import train_on_groups
 from isobit.training.trainer import Trainer
@@ -253,6 +253,32 @@ def test_a_budget_is_lowered_until_each_sequence_is_alone(share: bool) -> None:
             tokens = halved(tokens, lengths, cut)
         assert all(one != other for one, other in pairwise(cuts))
         assert all(len(members) == 1 for members in cuts[-1])
+
+
+LOWERED, ALLOWED = BudgetChange(5, 64, 32), BudgetChange(4, 64, 128, allowed=True)
+HALVED = BudgetChange(7, 128, 64)
+
+
+@pytest.mark.parametrize(
+    ("setting", "was", "recorded", "made"),
+    [
+        (64, None, [LOWERED], [LOWERED]),
+        (128, 64, [LOWERED], [ALLOWED]),
+        (128, 64, [ALLOWED, HALVED], [ALLOWED, HALVED]),
+        (256, 64, [ALLOWED, HALVED], [BudgetChange(4, 64, 256, allowed=True)]),
+        (64, None, [ALLOWED, HALVED], []),
+        (64, None, [LOWERED, ALLOWED, HALVED], [LOWERED]),
+        (128, None, [ALLOWED, HALVED], [ALLOWED, HALVED]),
+    ],
+)
+def test_changes_recorded_under_another_setting_are_not_made_again(
+    setting: int, was: int | None, recorded: list[BudgetChange], made: list[BudgetChange]
+) -> None:
+    """A run that goes on after update 4."""
+    budget = MicrobatchBudget(setting)
+    budget.go_on(4, recorded, was)
+    assert budget.changes == made
+    assert budget.at(4) == setting
 
 
 def test_within_an_optimiser_step_it_ends_too(

@@ -136,7 +136,8 @@ class Start:
             _same_threads(run.config, self.old_manifest, self._say)
         if self.checkpoint is not None:
             state.restore(self.checkpoint, run, state.TRAINED_ON in self.changed)
-        run.trainer.budget.changes += self.budget_changes
+        was, _ = self.changed.get("training.tokens_per_microbatch", (None, None))
+        run.trainer.budget.go_on(run.trainer.updates, self.budget_changes, was)
 
     def _say_changes(self, old: Recorded, now: Mapping[str, Any]) -> None:
         """Lines on what is not as it was; recorded rewards of others are dropped."""
@@ -171,8 +172,9 @@ class Start:
                 tidy(self.directory, self.step, self._say)
                 rewind(self.directory, self.checkpoint.state["files"] if self.checkpoint else {})
                 drop_completions(self.directory, self.step)
-                budget = self.directory.budget
-                keep_changes(budget, position_at(self.checkpoint, budget), len(self.budget_changes))
+                path, done = self.directory.budget, self.checkpoint
+                changes = run.trainer.budget.changes[len(done.state["budget"]) if done else 0 :]
+                keep_changes(path, position_at(done, path), changes, self.step + 1)
                 resumed = {
                     "step": self.step,
                     **environment(run.model.policy.device),

@@ -9,15 +9,17 @@ A checkpoint saves and restores:
                checksum of the base, of which nothing is saved
     cursors    the sampler's epoch and place, and the size of every file that grows
                (``isobit.store.journals``)
-    budget     the tokens a micro-batch, as far as out-of-memories have lowered them
+    budget     the tokens a micro-batch, as far as out-of-memories have lowered them, or a resume
+               has allowed others
     log        evaluations so far, totals and seconds of the summary
 
 Counters and cursors are taken after every step and evaluation, tensors only when a checkpoint is
 written: an abandoned step has moved the cursors, but no tensor.
 
 ``budget.jsonl`` has a line for every change of the tokens a micro-batch, written before the change
-takes effect.  A run is a pure function of its configuration, data, rewards and these changes, so a
-resumed run makes them again at the same updates.  From the update after 13 others, in step 7:
+takes effect; one that a resume has allowed has ``"allowed": true``.  A run is a pure function of
+its configuration, data, rewards and these changes, so a resumed run makes them again at the same
+updates.  From the update after 13 others, in step 7:
 
     {"step": 7, "update": 13, "old": 4096, "new": 2048}
 
@@ -35,6 +37,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from math import prod
 from pathlib import Path
 from typing import Any, Self
@@ -159,7 +162,7 @@ def take_boundary(
         **({} if (scales := run.model.policy.kv_scales) is None else {"kv_scales": scales.state()}),
         **({} if (base := run.model.policy.base()) is None else {"base": base}),
         "trainer": run.trainer.counters(),
-        "budget": [asdict(change) for change in run.trainer.budget.changes],
+        "budget": [change.content() for change in run.trainer.budget.changes],
         "sampler": run.sampler.state(),
         "prompts_sha256": run.inputs[TRAINED_ON],
         "files": dict(positions),
@@ -340,7 +343,7 @@ def write_change(path: Path, step: int, change: BudgetChange) -> None:
     """Add a line and sync it.  Raises OSError and StorageError, and then leaves no part of it."""
     file = LineFile(path)
     try:
-        file.write(json_line({"step": step, **asdict(change)}), lasting=True)
+        file.write(json_line({"step": step, **change.content()}), lasting=True)
     finally:
         file.close()
 
@@ -362,11 +365,17 @@ def read_changes(path: Path, position: int, say: Callable[[str], None]) -> list[
     return changes
 
 
-def keep_changes(path: Path, position: int, count: int) -> None:
-    """Cut what follows the first ``count`` lines after byte ``position``."""
+def keep_changes(path: Path, position: int, changes: Sequence[BudgetChange], step: int) -> None:
+    """Leave these changes after byte ``position``: those of the file as far as they are the same,
+    then the others, written as changes in ``step``.  Raises as ``write_change``.
+    """
+    pairs = zip(read_changes(path, position, lambda _: None), changes, strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     if path.is_file():
-        kept = whole_lines(path, position)[:count]
+        kept = whole_lines(path, position)[:same]
         os.truncate(path, position + sum(map(len, kept)))
+    for change in changes[same:]:
+        write_change(path, step, change)
 
 
 @dataclass(frozen=True, slots=True)
