@@ -185,8 +185,7 @@ def estimate_memory(
     """The estimate for sequences of at most ``longest`` tokens on a back end of those sizes, beside
     ``frozen`` models, for so many processes on this machine, of which ``rollout_tp`` share an
     engine. That can be asked for sequences of ``drawn`` tokens, by default the model's context. A
-    step learns from as many as ``replayed`` sequences beside those that it samples.
-    Raises ConfigError if ``rollout`` gives the cache no page.
+    step replays as many as ``replayed``. Raises ConfigError if the cache is given no page.
     """
     masters = [prod(sizes) for sizes in master_shapes(shape).values()]
     parameters = sum(masters)

@@ -19,6 +19,7 @@ from isobit.config.recipes import Recipe, RunConfig
 from isobit.models.config import ModelConfig
 from isobit.parallel.world import ALONE, World, broadcast, run_on_all, write_on_first
 from isobit.store import state
+from isobit.store.budget_record import keep_changes, read_changes
 from isobit.store.checkpoint import Checkpoint, folders_by_step
 from isobit.store.compatible import (
     MAY_CHANGE,
@@ -50,7 +51,6 @@ from isobit.store.newest import Say, newest_usable, tidy
 from isobit.store.reward_record import AnswerRecord, RewardRecord
 from isobit.store.schedule_record import ScheduleRecord
 from isobit.store.shared_disk import check_shared
-from isobit.store.state import keep_changes, read_changes
 from isobit.store.training_run import TrainingRun
 from isobit.store.waiting_writer import WaitingWriter
 from isobit.training.budget import BudgetChange

@@ -16,13 +16,6 @@ A checkpoint saves and restores:
 Counters and cursors are taken after every step and evaluation, tensors only when a checkpoint is
 written: an abandoned step has moved the cursors, but no tensor.
 
-``budget.jsonl`` has a line for every change of the tokens a micro-batch, written before the change
-takes effect; one that a resume has allowed has ``"allowed": true``.  A run is a pure function of
-its configuration, data, rewards and these changes, so a resumed run makes them again at the same
-updates.  From the update after 13 others, in step 7:
-
-    {"step": 7, "update": 13, "old": 4096, "new": 2048}
-
 ``digests.jsonl`` has a line for each step, with which ``isobit replay`` compares a repeated step:
 three digests of the groups that it trained on (``isobit.records.digests``), and checksums of
 the published weights, the FP32 masters and AdamW's state after it.  A line does not depend on the
@@ -32,12 +25,9 @@ number of processes.
      "weights": checksum, "masters": checksum, "moments": checksum}
 """
 
-import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import takewhile
 from math import prod
 from pathlib import Path
 from typing import Any, Self
@@ -53,10 +43,9 @@ from isobit.records.digests import group_digests
 from isobit.records.text import Group
 from isobit.store.checkpoint import Checkpoint, Snapshot
 from isobit.store.directory import RunDirectory
-from isobit.store.journals import read_lines, whole_lines
+from isobit.store.journals import read_lines
 from isobit.store.training_run import TrainingRun
 from isobit.training.budget import BudgetChange
-from isobit.util.disk_space import LineFile
 from isobit.util.errors import CheckpointError
 from isobit.util.strict_json import json_line
 
@@ -337,45 +326,6 @@ def _of_file(tensors: Mapping[str, Tensor]) -> str:
 
 def _digits(checksum: int) -> str:
     return f"{checksum:016x}"
-
-
-def write_change(path: Path, step: int, change: BudgetChange) -> None:
-    """Add a line and sync it.  Raises OSError and StorageError, and then leaves no part of it."""
-    file = LineFile(path)
-    try:
-        file.write(json_line({"step": step, **change.content()}), lasting=True)
-    finally:
-        file.close()
-
-
-def read_changes(path: Path, position: int, say: Callable[[str], None]) -> list[BudgetChange]:
-    """The changes after byte ``position``, up to a line that is none, which is said; none where
-    there is no file.
-    """
-    changes = list[BudgetChange]()
-    for line in whole_lines(path, position):
-        try:
-            changes.append(BudgetChange.of_line(json.loads(line)))
-        except (KeyError, TypeError):
-            say(
-                f"{path} has a damaged line: the changes from there on are not made again, and an "
-                "update that runs out of memory may be cut otherwise"
-            )
-            break
-    return changes
-
-
-def keep_changes(path: Path, position: int, changes: Sequence[BudgetChange], step: int) -> None:
-    """Leave these changes after byte ``position``: those of the file as far as they are the same,
-    then the others, written as changes in ``step``.  Raises as ``write_change``.
-    """
-    pairs = zip(read_changes(path, position, lambda _: None), changes, strict=False)
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    if path.is_file():
-        kept = whole_lines(path, position)[:same]
-        os.truncate(path, position + sum(map(len, kept)))
-    for change in changes[same:]:
-        write_change(path, step, change)
 
 
 @dataclass(frozen=True, slots=True)
