@@ -1,5 +1,6 @@
 """``async.max_staleness`` with an environment: episodes stay open while steps learn."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from isobit.records.wire import completions_of
 from isobit.rollout import episodes
 from isobit.run.loop import train
 from isobit.run.pending import value_of
+from isobit.store.keeper import CheckpointKeeper
 from isobit.util.errors import ConfigError
 from tests.environments.servers import Count, serving
 from tests.run import acting
@@ -139,6 +141,40 @@ def test_a_schedule_that_time_has_made_is_replayed_and_resumed(
     train(config, silent(), resume=True)
     assert schedule_of(config.output) == lines
     assert left_with_answers(config.output) == expected
+
+
+def test_records_cut_before_the_only_checkpoint_lose_nothing_of_later_steps(
+    free_acting: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is killed after steps 2 and 4, of which only the first leaves a checkpoint; between
+    them rewards, answers and schedule lose half a line.  The last part asks for nothing.
+    """
+    save = CheckpointKeeper.save_if_due
+
+    def die_at(step: int, patch: pytest.MonkeyPatch) -> None:
+        def save_or_die(self: CheckpointKeeper, done: int) -> None:
+            save(self, done)
+            if done == step:
+                raise Killed
+
+        patch.setattr(CheckpointKeeper, "save_if_due", save_or_die)
+
+    for step, every in ((2, 2), (4, 9)):
+        config = free_acting(1, training={"steps": 4}, checkpoint={"every": every, "keep_last": 1})
+        with monkeypatch.context() as patch:
+            die_at(step, patch)
+            with pytest.raises(Killed):
+                train(config, silent(), resume=True)
+        paths = [config.output / f"{name}.jsonl" for name in ("rewards", "environment", "schedule")]
+        before = [path.read_bytes() for path in paths]
+        for path, content in zip(paths, before, strict=True):
+            if step == 2:
+                os.truncate(path, len(content) - len(content.splitlines()[-1]) // 2)
+    ask_nothing(monkeypatch)
+    train(config, silent(), resume=True)
+    for path, content in zip(paths, before, strict=True):
+        assert path.read_bytes() == content
+        assert [list(line) for line in json_lines(path)].count(["lost_bytes"]) == 1
 
 
 @pytest.mark.few(1)

@@ -194,6 +194,13 @@ def _lines(
     return f"{ours.name}: {_count(len(lines), 'line')} equal" if lines else None
 
 
+def _take(same: deque[tuple[int, Line]], steps: range | None, line: Line) -> Line:
+    """The line of the same key to compare one with.  What a resume has graded again stands there
+    twice; steps that are done again are those after it.
+    """
+    return (same.popleft() if steps is None or "step" in line else same.pop())[1]
+
+
 def _alone(line: Line, here: Path, there: Path) -> str:
     """What is wrong with a line that one file alone has."""
     return f"{there} has no such line{_prompt_of(line)}" if line else f"{here} has a damaged line"

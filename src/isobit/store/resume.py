@@ -19,6 +19,7 @@ from isobit.config.recipes import Recipe, RunConfig
 from isobit.models.config import ModelConfig
 from isobit.parallel.world import ALONE, World, broadcast, run_on_all, write_on_first
 from isobit.store import state
+from isobit.store.budget_record import keep_changes, read_changes
 from isobit.store.checkpoint import Checkpoint, folders_by_step
 from isobit.store.compatible import (
     MAY_CHANGE,
@@ -50,7 +51,6 @@ from isobit.store.newest import Say, newest_usable, tidy
 from isobit.store.reward_record import AnswerRecord, RewardRecord
 from isobit.store.schedule_record import ScheduleRecord
 from isobit.store.shared_disk import check_shared
-from isobit.store.state import drop_torn_line, read_changes
 from isobit.store.training_run import TrainingRun
 from isobit.store.waiting_writer import WaitingWriter
 from isobit.training.budget import BudgetChange
@@ -136,7 +136,8 @@ class Start:
             _same_threads(run.config, self.old_manifest, self._say)
         if self.checkpoint is not None:
             state.restore(self.checkpoint, run, state.TRAINED_ON in self.changed)
-        run.trainer.budget.changes += self.budget_changes
+        was, _ = self.changed.get("training.tokens_per_microbatch", (None, None))
+        run.trainer.budget.go_on(run.trainer.updates, self.budget_changes, was)
 
     def _say_changes(self, old: Recorded, now: Mapping[str, Any]) -> None:
         """Lines on what is not as it was; recorded rewards of others are dropped."""
@@ -171,7 +172,9 @@ class Start:
                 tidy(self.directory, self.step, self._say)
                 rewind(self.directory, self.checkpoint.state["files"] if self.checkpoint else {})
                 drop_completions(self.directory, self.step)
-                drop_torn_line(self.directory.budget)
+                path, done = self.directory.budget, self.checkpoint
+                changes = run.trainer.budget.changes[len(done.state["budget"]) if done else 0 :]
+                keep_changes(path, position_at(done, path), changes, self.step + 1)
                 resumed = {
                     "step": self.step,
                     **environment(run.model.policy.device),
@@ -242,7 +245,8 @@ def begin(
         checkpoint = newest_usable(directory, say, world)
         found = json.loads(
             broadcast(
-                world, lambda: _decide(directory, config, shape, checkpoint, extra_bytes, allowed)
+                world,
+                lambda: _decide(directory, config, shape, checkpoint, extra_bytes, allowed, say),
             )
         )
         rewards, answers, schedule = ([line.encode() for line in found[name]] for name in _GIVEN)
@@ -289,6 +293,7 @@ def _decide(
     checkpoint: Checkpoint | None,
     extra_bytes: int,
     allowed: Sequence[str],
+    say: Say,
 ) -> str:
     """Whether the run can go on from a checkpoint, and all that every rank must know of it, as
     JSON.
@@ -301,7 +306,7 @@ def _decide(
     files = directory.rewards, directory.answers, directory.schedule
     paths = dict(zip(_GIVEN, files, strict=True))
     given = {name: whole_lines(one, position_at(checkpoint, one)) for name, one in paths.items()}
-    budget = read_changes(directory.budget, position_at(checkpoint, directory.budget))
+    budget = read_changes(directory.budget, position_at(checkpoint, directory.budget), say)
     return json.dumps(
         {
             "old": old,
@@ -347,9 +352,8 @@ def preview(
 
 
 def position_at(checkpoint: Checkpoint | None, path: Path) -> int:
-    """Bytes of a file of the run at a checkpoint, of one that has lost some all that it has."""
-    recorded = checkpoint.state["files"].get(path.name, 0) if checkpoint else 0
-    return min(recorded, path.stat().st_size) if path.is_file() else 0
+    """Bytes of a file of the run at a checkpoint; ``rewind`` fills up one that has lost some."""
+    return checkpoint.state["files"].get(path.name, 0) if checkpoint else 0
 
 
 def _same_threads(config: Recipe, old: Mapping[str, Any], say: Say) -> None:
@@ -393,7 +397,7 @@ def begin_again(
         world,
         lambda: [
             asdict(change)
-            for change in read_changes(source.budget, position_at(checkpoint, source.budget))
+            for change in read_changes(source.budget, position_at(checkpoint, source.budget), say)
         ],
     )
     changes = [BudgetChange(**change) for change in recorded]
