@@ -174,7 +174,7 @@ def test_a_run_that_ends_early_keeps_its_weights_and_figures(
         tiny_folder / "model.safetensors"
     ).read_bytes()
     assert (config.output / "run.json").exists()
-    assert f"weights of the last update are in {config.output / 'model'}" in capsys.readouterr().out
+    assert f"weights before any update are in {config.output / 'model'}" in capsys.readouterr().out
 
 
 def flip_after_step_1(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
