@@ -11,9 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from isobit.config.recipes import RunConfig
 from isobit.models.safetensors import Slice
 from isobit.store import resume
 from isobit.store.checkpoint import MANIFEST, MASTERS, OPTIMISER, STATE, Snapshot, write_checkpoint
+from isobit.store.compatible import (
+    DRAWN_BY,
+    RESUMING,
+    draws_others,
+    flat,
+    orders_others,
+)
 from isobit.store.directory import RunDirectory
 from isobit.store.newest import newest_usable
 from isobit.util.errors import CheckpointError
@@ -148,7 +156,15 @@ def assert_passed_over(directory: RunDirectory, path: Path) -> str:
     ("changed", "allowed", "forgotten"),
     [
         ("reward.function.source", ["reward"], ["rewards"]),
-        ("environment.class.source", ["environment"], ["answers"]),
+        ("environment.class.source", ["environment"], ["rewards", "answers", "schedule"]),
+        ("environment.openenv", ["environment"], ["answers"]),
+        ("data.train.content", ["data"], ["rewards", "answers", "schedule"]),
+        ("data.eval.held_out.content", ["data"], []),
+        ("rollout.temperature", ["rollout"], ["rewards", "answers", "schedule"]),
+        ("rollout.max_sequences", [], []),
+        ("precision.head", ["precision"], ["rewards", "answers", "schedule"]),
+        ("precision.wgrad", ["precision"], []),
+        ("reward.offload", [], []),
         ("training.learning_rate", ["training.learning_rate"], []),
     ],
 )
@@ -161,8 +177,26 @@ def test_what_others_gave_ahead_of_the_checkpoint_is_not_given_again(
     start: Any = SimpleNamespace(
         changed={changed: ["a", "b"]},
         allowed=allowed,
+        doing=RESUMING,
         rewards=SimpleNamespace(forget_ahead=lambda: dropped.append("rewards")),
         answers=SimpleNamespace(forget_ahead=lambda: dropped.append("answers")),
+        schedule=SimpleNamespace(forget_ahead=lambda: dropped.append("schedule")),
     )
     resume.Start._say_changes(start, recorded, {})
     assert dropped == forgotten
+
+
+def test_what_says_what_is_drawn_is_the_name_of_something(
+    make_config: Callable[..., RunConfig],
+) -> None:
+    inputs = "model.config", "model.tokenizer", "model.tokens", "model.generation"
+    keys = {*flat(make_config().model_dump(mode="json")), *inputs, "data.train.content"}
+    for name in DRAWN_BY:
+        assert any(key == name or key.startswith(f"{name}.") for key in keys), name
+    assert draws_others(["rollout.stop_strings", "rollout.kv_pages"]) == ["rollout.stop_strings"]
+    assert not draws_others([key for key in keys if key.startswith(("reward", "cluster", "check"))])
+    assert [key for key in sorted(keys) if orders_others([key])] == [
+        "data.shuffle",
+        "data.train.content",
+        "seed",
+    ]

@@ -185,7 +185,7 @@ def _lines(
         same = unmatched[json.dumps(key(line))]
         if not line or not same:
             found.append((step, _alone(line, theirs, ours)))
-        elif what := first_difference(same.popleft()[1], line):
+        elif what := first_difference(_take(same, steps, line), line):
             found.append((step, what))
     left = [
         (step, _alone(line, ours, theirs))
@@ -197,6 +197,13 @@ def _lines(
         step, what = min(found, key=itemgetter(0))
         return FileDifference(step, ours.name, what)
     return f"{ours.name}: {_count(len(lines), 'line')} equal" if lines else None
+
+
+def _take(same: deque[tuple[int, Line]], steps: range | None, line: Line) -> Line:
+    """The line of the same key to compare one with.  What a resume has graded again stands there
+    twice; steps that are done again are those after it.
+    """
+    return (same.popleft() if steps is None or "step" in line else same.pop())[1]
 
 
 def _alone(line: Line, here: Path, there: Path) -> str:

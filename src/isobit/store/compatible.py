@@ -46,6 +46,31 @@ MAY_CHANGE = {
     "already done",
 }
 """Keys or whole tables, with the reason."""
+DRAWN_BY = {
+    "seed": "the noise, and the order of the prompts",
+    "precision": "the function that draws",
+    "lora": "likewise",
+    "model.config": "likewise",
+    "model.tokenizer": "where a stop string ends an answer",
+    "model.tokens": "the tokens that can be drawn",
+    "model.generation": "those that end an answer",
+    "data.train.content": "the prompts",
+    "data.shuffle": "their order",
+    "environment": "what tools say",
+    "rollout": "how a token is drawn, and where an answer ends",
+    "training.prompts_per_step": "the groups of a batch",
+    "training.samples_per_prompt": "the samples of a group",
+    "algorithm.name": "whether greedy samples belong to them",
+    "algorithm.dynamic_sampling": "whether groups are replaced",
+    "algorithm.max_refills": "likewise",
+}
+"""Settings and inputs, or whole tables of them, that say what is drawn: after a change of one, what
+was drawn ahead of a checkpoint is not learnt from.  Those in ``MAY_CHANGE`` are not among them.
+"""
+_DRAWS_NOTHING = "precision.dgrad", "precision.wgrad", "rollout.weights_folder"
+"""What these tables hold beside."""
+_ORDERED_BY = "seed", "data.train.content", "data.shuffle"
+"""Of these the ones that say which prompts come next."""
 
 Changes = Mapping[str, tuple[Any, Any]]  # by name: the value in the run, and now
 ALL_TOKENS = "every row of lm_head"
@@ -164,6 +189,26 @@ def check_names(allowed: Sequence[str], known: Collection[str]) -> None:
 def is_allowed(key: str, allowed: Sequence[str]) -> bool:
     """Whether a key, or a table that contains it, is among those named."""
     return any(key == name or key.startswith(f"{name}.") for name in allowed)
+
+
+def draws_others(changed: Collection[str]) -> list[str]:
+    """Those of some changed settings and inputs that say what is drawn."""
+    return [key for key in _among(changed, tuple(DRAWN_BY)) if key not in _DRAWS_NOTHING]
+
+
+def orders_others(changed: Collection[str]) -> bool:
+    """Whether other prompts come next after these changes."""
+    return bool(_among(changed, _ORDERED_BY))
+
+
+def grades_others(changed: Collection[str]) -> list[str]:
+    """Those of some changed settings and inputs that say which reward a completion has."""
+    return _among(changed, ["reward"])
+
+
+def _among(changed: Collection[str], tables: Sequence[str]) -> list[str]:
+    free = tuple(MAY_CHANGE)
+    return [key for key in changed if is_allowed(key, tables) and not is_allowed(key, free)]
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
