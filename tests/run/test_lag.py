@@ -23,7 +23,7 @@ from isobit.starter import starter_folder
 from isobit.store import resume
 from isobit.store.keeper import CheckpointKeeper
 from isobit.training.step import StepMetrics
-from isobit.util.errors import CheckpointError
+from isobit.util.errors import CheckpointError, ConfigError
 from isobit.util.files import file_sha256
 from tests.tiny import json_lines as lines
 
@@ -356,3 +356,26 @@ def test_a_sample_of_another_prompt_is_refused(
     monkeypatch.setattr(resume, "draws_others", lambda _: [])
     with pytest.raises(CheckpointError, match=r"pending: .* drawn for another prompt than train/"):
         train(config, resume=True, allowed=["data"])
+
+
+def test_more_steps_than_were_to_be_sampled_ahead_have_to_be_allowed(
+    lagging: MakeConfig, tmp_path: Path
+) -> None:
+    whole = lagging(1, output=tmp_path / "whole")
+    train(whole)
+    config = lagging(1, training={"steps": 3})
+    train(config)
+    with pytest.raises(ConfigError, match="the batches of step 4 would have been sampled before"):
+        train(lagging(1), resume=True)
+    shutil.rmtree(config.output / "checkpoints" / "step_000003")
+    train(lagging(1), resume=True)
+    assert digests_of(config.output) == digests_of(whole.output)
+    shutil.rmtree(config.output)
+    train(lagging(1, training={"steps": 3}))
+    train(lagging(1), resume=True, allowed=["training.steps"])
+    assert digests_of(config.output)[:3] == digests_of(whole.output)[:3]
+    assert [line["staleness/mean"] for line in steps_of(config.output)][3:] == [0, UPDATES]
+
+
+def digests_of(root: Path) -> list[dict[str, Any]]:
+    return lines(root / "digests.jsonl")

@@ -18,13 +18,14 @@ from isobit.store.checkpoint import MANIFEST, MASTERS, OPTIMISER, STATE, Snapsho
 from isobit.store.compatible import (
     DRAWN_BY,
     RESUMING,
+    check_compatible,
     draws_others,
     flat,
     orders_others,
 )
 from isobit.store.directory import RunDirectory
 from isobit.store.newest import newest_usable
-from isobit.util.errors import CheckpointError
+from isobit.util.errors import CheckpointError, ConfigError
 
 FILES = (MASTERS, OPTIMISER, STATE, MANIFEST)
 
@@ -200,3 +201,37 @@ def test_what_says_what_is_drawn_is_the_name_of_something(
         "data.train.content",
         "seed",
     ]
+
+
+@pytest.mark.parametrize(
+    ("lag", "steps", "step", "more", "refused"),
+    [
+        (1, 4, 4, 8, "step 5 would"),
+        (3, 4, 4, 8, "steps 5 to 7 would"),
+        (3, 4, 4, 6, "steps 5 to 6 would"),
+        (2, 4, 3, 8, "step 5 would"),
+        (2, 4, 2, 8, None),
+        (2, 4, 0, 8, None),
+        (0, 4, 4, 8, None),
+        (2, 4, 4, 4, None),
+        (2, 4, 2, 3, None),
+    ],
+)
+def test_more_steps_are_refused_where_a_lag_would_have_sampled_them(
+    lag: int,
+    steps: int,
+    step: int,
+    more: int,
+    refused: str | None,
+    make_config: Callable[..., RunConfig],
+) -> None:
+    def values(steps: int) -> dict[str, Any]:
+        config = make_config(training={"steps": steps}, **{"async": {"lag": lag}})
+        return config.model_dump(mode="json")
+
+    if refused is None:
+        assert check_compatible(values(steps), values(more), step).keys() <= {"training.steps"}
+        return
+    with pytest.raises(ConfigError, match=rf"{refused} have been sampled before .* {step},"):
+        check_compatible(values(steps), values(more), step)
+    assert check_compatible(values(steps), values(more), step, ["training.steps"])

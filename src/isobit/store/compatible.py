@@ -43,7 +43,7 @@ MAY_CHANGE = {
     "data.epochs": "it sets training.steps, which is compared",
     "data.streaming": "where the prompts lie changes none of them",
     "training.steps": "with the constant schedule and no warmup_ratio, and not below the steps "
-    "already done",
+    "already done; with async.lag not where more steps would have sampled more ahead",
 }
 """Keys or whole tables, with the reason."""
 DRAWN_BY = {
@@ -137,13 +137,14 @@ def check_compatible(
     refused = {
         key: values
         for key, values in changed.items()
-        if not _may_change(key, config, step) and not is_allowed(key, allowed)
+        if not _may_change(key, saved, config, step) and not is_allowed(key, allowed)
     }
     if refused:
         lines = [
             f"this run cannot be {doing.name} with another configuration; {len(refused)} "
             f"{'key differs' if len(refused) == 1 else 'keys differ'}",
             *_table(refused),
+            *(_not_sampled(saved, config, step) if "training.steps" in refused else []),
             "set them back" + doing.settings.format(names=",".join(refused)),
         ]
         raise ConfigError(*lines)
@@ -229,12 +230,30 @@ def _short(value: Any) -> str:
     return f"SHA-256 {value[:12]}.." if is_digest else repr(value)
 
 
-def _may_change(key: str, config: Mapping[str, Any], step: int) -> bool:
+def _may_change(key: str, saved: Mapping[str, Any], config: Mapping[str, Any], step: int) -> bool:
     if key == "training.steps":
         training = config["training"]
         fixed = training["schedule"] == "constant" and not training.get("warmup_ratio")
-        return fixed and training["steps"] >= step
+        return fixed and training["steps"] >= step and not _not_sampled(saved, config, step)
     return is_allowed(key, tuple(MAY_CHANGE))
+
+
+def _not_sampled(saved: Mapping[str, Any], config: Mapping[str, Any], step: int) -> list[str]:
+    """A line on the batches that a run of more steps would have sampled ahead of the checkpoint
+    after ``step``, by weights that are gone; none where the run has sampled them, or begins.
+    """
+    before = flat(recorded_recipe(saved))
+    now = config["training"]["steps"]
+    steps, lag = before.get("training.steps", now), before.get("async.lag", 0)
+    first, last = max(steps, step) + 1, min(now, step + lag)
+    if not (step and lag and first <= last):
+        return []
+    which = f"step {first}" if first == last else f"steps {first} to {last}"
+    return [
+        f"  (training.steps: with async.lag = {lag} the batches of {which} would have been sampled "
+        f"before the checkpoint of step {step}, by older weights; the run of {steps} steps has not "
+        "sampled them, and newer weights would)"
+    ]
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
