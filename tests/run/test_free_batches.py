@@ -564,3 +564,12 @@ def test_an_open_group_of_another_prompt_is_refused(
     monkeypatch.setattr(resume, "draws_others", lambda _: [])
     with pytest.raises(CheckpointError, match=r"open_groups: .* another prompt than train/"):
         train(config, resume=True, allowed=["data"])
+
+
+def test_a_run_that_ends_earlier_has_a_schedule_of_its_steps(free: MakeConfig) -> None:
+    config = free(2)
+    train(config)
+    for step in range(5, STEPS + 1):
+        shutil.rmtree(config.output / "checkpoints" / f"step_{step:06}")
+    train(free(2, training={"steps": 4}), resume=True)
+    assert [line["step"] for line in schedule_of(config.output)] == [1, 2, 3, 4]

@@ -379,3 +379,17 @@ def test_more_steps_than_were_to_be_sampled_ahead_have_to_be_allowed(
 
 def digests_of(root: Path) -> list[dict[str, Any]]:
     return lines(root / "digests.jsonl")
+
+
+@pytest.mark.parametrize(("lag", "steps"), [(0, 4), (1, 3)])
+def test_a_run_that_ends_earlier_leaves_no_record_of_other_steps(
+    lag: int, steps: int, lagging: MakeConfig, tmp_path: Path
+) -> None:
+    whole = lagging(lag, training={"steps": steps}, output=tmp_path / "whole")
+    train(whole)
+    config = lagging(lag)
+    train(config)
+    for step in range(3, STEPS + 1):
+        shutil.rmtree(config.output / "checkpoints" / f"step_{step:06}")
+    train(lagging(lag, training={"steps": steps}), resume=True)
+    assert outcome(config.output) == outcome(whole.output)

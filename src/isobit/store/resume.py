@@ -264,6 +264,15 @@ class Start:
                 self.schedule.open(self.directory.schedule)
                 self._lock.callback(self.schedule.close)
 
+    def end(self) -> None:
+        """The last step is done: cut what is recorded of others.  All ranks together."""
+
+        def cut() -> None:
+            for record in (self.rewards, self.answers, self.schedule):
+                record.cut_ahead()
+
+        self.writer.write_on_first(cut)
+
     def _hold(self, root: Path) -> None:
         self.watch.hold(root)
         self._lock.callback(self.watch.release)
