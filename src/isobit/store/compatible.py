@@ -70,7 +70,7 @@ was drawn ahead of a checkpoint is not learnt from.  Those in ``MAY_CHANGE`` are
 _DRAWS_NOTHING = "precision.dgrad", "precision.wgrad", "rollout.weights_folder"
 """What these tables hold beside."""
 _ORDERED_BY = "seed", "data.train.content", "data.shuffle"
-"""Of these the ones that say which prompts come next."""
+"""Those that say which prompts come next."""
 
 Changes = Mapping[str, tuple[Any, Any]]  # by name: the value in the run, and now
 ALL_TOKENS = "every row of lm_head"
