@@ -180,7 +180,7 @@ def _lines(
         same = unmatched[json.dumps(key(line))]
         if not line or not same:
             found.append((step, _alone(line, theirs, ours)))
-        elif what := first_difference(same.popleft()[1], line):
+        elif what := first_difference(_take(same, steps, line), line):
             found.append((step, what))
     left = [
         (step, _alone(line, ours, theirs))

@@ -7,9 +7,9 @@ no file but their part of a checkpoint.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,19 @@ from isobit.store import state
 from isobit.store.budget_record import keep_changes, read_changes
 from isobit.store.checkpoint import Checkpoint, folders_by_step
 from isobit.store.compatible import (
-    MAY_CHANGE,
     REPLAYING,
     RESUMING,
     Changes,
     Doing,
     Recorded,
+    changed_keys,
     check_compatible,
     compare,
+    draws_others,
+    grades_others,
     is_allowed,
     notes,
+    orders_others,
     recorded,
     run_manifest,
 )
@@ -51,7 +54,7 @@ from isobit.store.newest import Say, newest_usable, tidy
 from isobit.store.reward_record import AnswerRecord, RewardRecord
 from isobit.store.schedule_record import ScheduleRecord
 from isobit.store.shared_disk import check_shared
-from isobit.store.training_run import TrainingRun
+from isobit.store.training_run import DrawnAhead, Dropped, TrainingRun
 from isobit.store.waiting_writer import WaitingWriter
 from isobit.training.budget import BudgetChange
 from isobit.util.disk_space import disk_errors
@@ -91,6 +94,8 @@ class Start:
     """Names of what the user lets change."""
     doing: Doing = RESUMING
     """The undertaking that is refused where inputs or bits differ."""
+    went_on_with: Collection[str] | None = None
+    """Names of what the run has changed after the checkpoint, where its steps are done again."""
     watch: DirectoryWatch = field(default_factory=DirectoryWatch)
     """Follows the directory where it is moved; used by the rank that writes."""
 
@@ -116,7 +121,8 @@ class Start:
 
     def restore(self, run: TrainingRun) -> None:
         """Put a prepared run where it stood, on the threads that it had; what is recorded of the
-        steps after that comes again, but rewards from others than now.
+        steps after that comes again, and what was drawn for them is learnt from, except where a
+        change that is ``allowed`` says that others would be given or drawn.
 
         All ranks together.  Raises ConfigError with a table where data, reward code, tokenizer or
         class of bits are others and not ``allowed``, and as ``state.restore`` does.
@@ -135,19 +141,74 @@ class Start:
             self._say_changes(old, now)
             _same_threads(run.config, self.old_manifest, self._say)
         if self.checkpoint is not None:
-            state.restore(self.checkpoint, run, state.TRAINED_ON in self.changed)
+            self._restore_state(run, self.checkpoint)
         was, _ = self.changed.get("training.tokens_per_microbatch", (None, None))
         run.trainer.budget.go_on(run.trainer.updates, self.budget_changes, was)
 
     def _say_changes(self, old: Recorded, now: Mapping[str, Any]) -> None:
-        """Lines on what is not as it was; recorded rewards of others are dropped."""
+        """Lines on what is not as it was; what is recorded of others is forgotten."""
         differs = [f"{name} has changed" for name in self.changed if is_allowed(name, self.allowed)]
         for line in notes(old, differs, now):
             self._say(line)
-        if any(is_allowed(name, ["reward"]) and name not in MAY_CHANGE for name in self.changed):
+        draws = self.doing is RESUMING and draws_others(self.changed)
+        if draws or grades_others(self.changed):
             self.rewards.forget_ahead()
-        if any(is_allowed(name, ["environment"]) for name in self.changed):
+        if draws or any(is_allowed(name, ["environment"]) for name in self.changed):
             self.answers.forget_ahead()
+        if draws:
+            self.schedule.forget_ahead()
+
+    def _restore_state(self, run: TrainingRun, checkpoint: Checkpoint) -> None:
+        """Restore the checkpoint, with what it holds for steps to come as far as it may be learnt
+        from: graded again after another reward, dropped where others would be drawn.
+        """
+        ahead = {name: one for name, one in run.extras.items() if isinstance(one, DrawnAhead)}
+        changed = self.changed if self.went_on_with is None else self.went_on_with
+        reasons, rewards = draws_others(changed), grades_others(changed)
+        if rewards and not all(one.can_regrade for one in ahead.values()):
+            reasons += rewards
+        again = not orders_others(changed)
+        prompts = 0
+        if reasons:
+            checkpoint, prompts = self._without_ahead(run, checkpoint, ahead, reasons, again)
+        state.restore(checkpoint, run, state.TRAINED_ON in self.changed)
+        run.sampler.give_again(prompts)
+        if rewards:
+            for one in ahead.values():
+                one.regrade()
+
+    def _without_ahead(
+        self,
+        run: TrainingRun,
+        checkpoint: Checkpoint,
+        ahead: Mapping[str, DrawnAhead],
+        reasons: Sequence[str],
+        again: bool,
+    ) -> tuple[Checkpoint, int]:
+        """The checkpoint without what was drawn ahead of it, which is told, and the prompts that
+        are to come ``again``.
+        """
+        states: dict[str, Any] = dict(checkpoint.state["extras"])
+
+        def drop() -> list[Dropped]:
+            files = checkpoint.extras()
+            return [
+                one.dropped(states[name], files.get(name, {}), checkpoint.step, again)
+                for name, one in ahead.items()
+                if name in states
+            ]
+
+        dropped = run_on_all(run.model.policy.world, drop)
+        names = [name for name in ahead if name in states]
+        states |= {name: one.state for name, one in zip(names, dropped, strict=True)}
+        if samples := sum(one.samples for one in dropped):
+            tokens, have = sum(one.tokens for one in dropped), "have" if reasons[1:] else "has"
+            self._say(
+                f"dropped: {samples} samples with {tokens:,} tokens that were drawn ahead of the "
+                f"checkpoint, since {', '.join(reasons)} {have} changed"
+            )
+        prompts = sum(one.prompts for one in dropped)
+        return replace(checkpoint, state={**checkpoint.state, "extras": states}), prompts
 
     def open(self, run: TrainingRun) -> None:
         """Make the directory, or take an old one back to where the run stands; from now on files
@@ -205,6 +266,15 @@ class Start:
             ):
                 self.schedule.open(self.directory.schedule)
                 self._lock.callback(self.schedule.close)
+
+    def end(self) -> None:
+        """The last step is done: cut what is recorded of others.  All ranks together."""
+
+        def cut() -> None:
+            for record in (self.rewards, self.answers, self.schedule):
+                record.cut_ahead()
+
+        self.writer.write_on_first(cut)
 
     def _hold(self, root: Path) -> None:
         self.watch.hold(root)
@@ -356,6 +426,15 @@ def position_at(checkpoint: Checkpoint | None, path: Path) -> int:
     return checkpoint.state["files"].get(path.name, 0) if checkpoint else 0
 
 
+def _went_on_with(manifest: Mapping[str, Any], checkpoint: Checkpoint | None) -> list[str]:
+    """What the run whose ``run.json`` holds ``manifest`` has changed after a checkpoint."""
+    if checkpoint is None:
+        return []
+    before, now = checkpoint.manifest["inputs"], manifest["inputs"]
+    inputs = [name for name, value in before.items() if now.get(name) != value]
+    return [*changed_keys(checkpoint.manifest["config"], manifest["config"]), *inputs]
+
+
 def _same_threads(config: Recipe, old: Mapping[str, Any], say: Say) -> None:
     """Gradients repeat at a fixed number of threads: where the configuration leaves it open, the
     run keeps the one it had.
@@ -418,4 +497,5 @@ def begin_again(
             budget_changes=changes,
             allowed=allowed,
             doing=REPLAYING,
+            went_on_with=_went_on_with(manifest, checkpoint),
         )

@@ -97,6 +97,13 @@ class LineRecord:
         """Drop the recorded lines that have not been repeated: others will be given."""
         self._lines.clear()
 
+    def cut_ahead(self) -> None:
+        """Cut them from the file as well: nothing will repeat them."""
+        if self._lines:
+            self._lines.clear()
+            if self._file is not None:
+                self._file.cut(self._size)
+
     def append(self, lines: Sequence[bytes]) -> None:
         """Lines that were made elsewhere, in their order: repeated or new."""
         for line in lines:
