@@ -22,6 +22,7 @@ from isobit.store import state
 from isobit.store.budget_record import keep_changes, read_changes
 from isobit.store.checkpoint import Checkpoint, folders_by_step
 from isobit.store.compatible import (
+    ANYTHING,
     REPLAYING,
     RESUMING,
     Changes,
@@ -47,7 +48,7 @@ from isobit.store.directory import (
 )
 from isobit.store.directory_watch import DirectoryWatch
 from isobit.store.disk_plan import plan_disk
-from isobit.store.journals import rewind, whole_lines
+from isobit.store.journals import read_lines, rewind, whole_lines
 from isobit.store.lock import locked
 from isobit.store.manifest import environment, manifest, processes
 from isobit.store.newest import Say, newest_usable, tidy
@@ -338,7 +339,7 @@ def begin(
             checkpoint,
             found["changed"],
             [BudgetChange(**change) for change in found["budget"]],
-            allowed,
+            found["allowed"],
         )
 
 
@@ -370,6 +371,7 @@ def _decide(
     """
     old = run_manifest(directory, checkpoint)
     step = checkpoint.step if checkpoint else 0
+    allowed = _all_allowed(directory, checkpoint, allowed)
     changed = _check_settings(old, config, step, allowed)
     on_disk = [done for done in folders_by_step(directory.checkpoints) if done <= step]
     plan_disk(config, shape, on_disk, extra_bytes).check()
@@ -380,11 +382,21 @@ def _decide(
     return json.dumps(
         {
             "old": old,
+            "allowed": allowed,
             "changed": changed,
             **{name: [line.decode() for line in lines] for name, lines in given.items()},
             "budget": [asdict(change) for change in budget],
         }
     )
+
+
+def _all_allowed(
+    directory: RunDirectory, checkpoint: Checkpoint | None, allowed: Sequence[str]
+) -> Sequence[str]:
+    """The names of what may change: anything where no step is done."""
+    lines = read_lines(directory.metrics)
+    is_new = checkpoint is None and not any(line and line.get("step", 1) for line in lines)
+    return [*allowed, ANYTHING] if is_new else allowed
 
 
 def _check_settings(
@@ -411,6 +423,7 @@ def preview(
         return
     checkpoint = newest_usable(directory, say)
     old, step = run_manifest(directory, checkpoint), checkpoint.step if checkpoint else 0
+    allowed = _all_allowed(directory, checkpoint, allowed)
     changed = _check_settings(old, config, step, allowed)
     before = recorded(old, checkpoint)
     more = compare(before, config, inputs, environment(device), allowed, changed)
