@@ -2,6 +2,7 @@
 of tokens through the scheduler and the executor of a card, without a card or a model.
 
     python -m benchmarks.drafts [--against OLDER/src] [--streams FILE.jsonl] > ROWS.jsonl
+    python -m benchmarks.drafts --clock [--against OLDER/src] > ROWS.jsonl
 
 What is "drawn" stands in streams, in groups of 8 answers for each of two visits of a prompt:
 ``answers`` are worked sums in which siblings word some steps differently, and now and then make a
@@ -15,6 +16,14 @@ guesses (what is asked before a plan, the plan, and what is done for samples tha
 steps take less time in all, and ``steps``, ``drafted`` and ``accepted`` are counts. ``--against``
 plays the same with another tree, in a process of its own, by turns. Of each step's times the least
 of ``--repeats`` counts.
+
+``--clock`` asks what guesses cost where estimates are wrong: steps take what those of a trained
+443M model were measured to take, by a simulated clock from which the drafter learns, and a step
+that is waited for takes longer by each of ``COSTS``, while the drafter is told steps of each of
+``ESTIMATES`` times their length. ``bursts`` are phrases that come again between numbers that do
+not. A row has by how many times a rollout is faster with guesses: the least and the mean of four
+rollouts, one after the other, for each cost and estimate. All samples of a rollout begin together,
+and it lasts until the last one ends.
 """
 
 import argparse
@@ -22,15 +31,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, product
 from pathlib import Path
 from random import Random
+from statistics import harmonic_mean
 from time import perf_counter
 from typing import Any
 
+import numpy
 import torch
 
+from benchmarks.common import printed
 from isobit.memory.cache_size import PageAllocator
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.drafts import Drafter
@@ -43,12 +55,17 @@ from isobit.rollout.requests import Request
 from isobit.rollout.runner import DrawnToken
 from isobit.rollout.scheduler import Plan, Scheduler
 from isobit.rollout.sequence import Sample, SharedPrompt, States
-from isobit.util.strict_json import json_text
 
 SIBLINGS, MOST, PAGE = 8, 7, 64
 STEP_S, ROW_SHARE, COSTLY = 3.6e-3, 0.004, 50.0
 """About Qwen3-8B's on an H200, and the share that each row adds."""
 SIZES = graph_sizes(128)
+MEASURED_S = ((1, 1.04e-3), (8, 1.29e-3), (32, 1.40e-3), (64, 1.78e-3))
+"""Seconds of a decode step by rows: 443M in INT8 on an H200."""
+COSTS = ((0.05e-3, 2e-6), (0.25e-3, 20e-6), (0.6e-3, 50e-6))
+"""Seconds that a step takes longer, and that each of its samples adds, where it is waited for."""
+ESTIMATES = (0.6, 1.0, 1.5)
+ROLLOUTS, LONGEST = 4, 200
 
 Group = tuple[list[int], list[list[int]]]
 """A prompt and its answers."""
@@ -57,9 +74,9 @@ Group = tuple[list[int], list[list[int]]]
 class Streams:
     """A ``PipelineRunner`` that draws what is known."""
 
-    version, page_tokens = 0, PAGE
+    version, page_tokens, seconds = 0, PAGE, 0.0
 
-    def __init__(self, row_share: float) -> None:
+    def __init__(self, row_share: float = ROW_SHARE) -> None:
         self._row_share, self._drawn = row_share, list[DrawnToken]()
         self.known: dict[Sample, list[int]] = {}
 
@@ -76,7 +93,10 @@ class Streams:
         return STEP_S * (1 + self._row_share * size + 1e-6 * length)
 
     def now(self) -> float:
-        return 0.0
+        return self.seconds
+
+    def pass_by(self, rows: int, samples: int, is_waited_for: bool) -> None:
+        """Let the time of a step pass, if there is a clock."""
 
     def prefill(self, plan: Plan) -> States:
         return States(torch.zeros(len(plan), 1))
@@ -104,6 +124,30 @@ class Streams:
         pass
 
 
+class Clocked(Streams):
+    """Its clock says what steps take, and an estimate of that may be wrong."""
+
+    def __init__(self, estimate: float, cost: tuple[float, float]) -> None:
+        super().__init__()
+        self._estimate, self._cost, self._noise = estimate, cost, Random(1)  # noqa: S311 (no secret)
+        self.seconds = 1.0
+
+    def step_seconds(self, rows: int, length: int) -> float:
+        return self._estimate * _measured_s(rows)
+
+    def pass_by(self, rows: int, samples: int, is_waited_for: bool) -> None:
+        if rows:
+            self.seconds += _measured_s(rows) * self._noise.gauss(1.0, 0.03)
+        if is_waited_for:
+            self.seconds += self._cost[0] + self._cost[1] * samples
+
+
+def _measured_s(rows: int) -> float:
+    size = next(size for size in SIZES if size >= rows)
+    rows_of, seconds_of = zip(*MEASURED_S, strict=True)
+    return float(numpy.interp(size, rows_of, seconds_of))
+
+
 class Known:
     def __init__(self, drawn: list[DrawnToken]) -> None:
         self._drawn = drawn
@@ -113,24 +157,25 @@ class Known:
 
 
 def play(
-    groups: Sequence[Group], places: int, most: int, row_share: float
+    rollouts: Sequence[Sequence[Group]], places: int, most: int, runner: Streams
 ) -> tuple[list[dict[str, Any]], list[list[float]]]:
-    """Draw all answers at two visits, so many at once: the counts of each visit, and the seconds
-    that planning took at each of its steps.
+    """Draw all answers of each rollout at two visits, so many at once: the counts of each visit,
+    and the seconds that planning took at each of its steps.
     """
-    runner, stats = Streams(row_share), EngineStats()
+    stats = EngineStats()
     executor = PipelinedExecutor(runner, lambda: runner, stats)
-    pages = 1 + max(len(p) + max(map(len, a)) for p, a in groups) // PAGE
     drafter = Drafter(most, executor) if most else None
+    groups = [group for its in rollouts for group in its]
+    pages = 1 + max(len(p) + max(map(len, a)) for p, a in groups) // PAGE
     allocator = PageAllocator(pages * places * 2 + 100, PAGE)
     scheduler = Scheduler(
         allocator, executor, places, 4096, stats, AnswerLengths(), drafter, executor.patience
     )
     counts, seconds = list[dict[str, Any]](), list[list[float]]()
-    for visit in range(2):
-        scheduler.add(samples_of(groups, visit, pages, runner))
+    for rollout, visit in product(range(len(rollouts)), range(2)):
+        scheduler.add(samples_of(rollouts[rollout], rollout, visit, pages, runner))
         its, decoded, device_s = list[float](), 0, 0.0
-        before = stats.drafted_tokens, stats.accepted_tokens
+        before, began_at = (stats.drafted_tokens, stats.accepted_tokens), runner.seconds
         while not scheduler.is_done:
             began = perf_counter()
             waits = executor.is_pending and scheduler.wants_tokens
@@ -149,8 +194,11 @@ def play(
             rows = [(one, count) for one, count in plan if isinstance(one, Sample)]
             decoded += len(rows)
             longest = max((one.length for one, _ in rows), default=0)
-            device_s += runner.step_seconds(sum(count for _, count in rows), longest)
+            num_rows = sum(count for _, count in rows)
+            device_s += runner.step_seconds(num_rows, longest)
             device_s += executor.wait_s * waits
+            is_waited_for = waits or any(one.draft for one, _ in rows)
+            runner.pass_by(num_rows, len(rows), is_waited_for)
             computed = executor.forward(plan)
             assert computed is not None
             if plan:
@@ -166,21 +214,23 @@ def play(
             assert sample.tokens == runner.known.pop(sample), "guesses change what is drawn"
         drafted, accepted = stats.drafted_tokens - before[0], stats.accepted_tokens - before[1]
         row = {"steps": len(its), "decoded": decoded, "device_s": device_s}
+        row["clock_s"] = runner.seconds - began_at
         counts.append(row | {"drafted": drafted, "accepted": accepted})
         seconds.append(its)
     return counts, seconds
 
 
 def samples_of(
-    groups: Sequence[Group], visit: int, pages: int, runner: Streams
+    groups: Sequence[Group], rollout: int, visit: int, pages: int, runner: Streams
 ) -> Iterator[Sample]:
     """The answers of a visit: at the second, another half of each group."""
     for place, (prompt, answers) in enumerate(groups):
         half = len(answers) // 2
         its = answers[visit * half : (visit + 1) * half]
         request = Request(
-            Prompt(f"prompt {place}", "", tuple(prompt)), visit, half, SamplingParams(10**6)
-        )
+            Prompt(f"prompt {rollout}/{place}", "", tuple(prompt)),
+            visit, half, SamplingParams(10**6),
+        )  # fmt: skip
         shared = SharedPrompt(request, pages)
         for index, answer in enumerate(its):
             sample = Sample(shared, index, 0, len(prompt) + len(answer), pages, None)
@@ -236,6 +286,25 @@ def zipf(groups: int, length: int = 150, vocab: int = 49152) -> list[Group]:
     return [(ids(40), [ids(length) for _ in range(2 * SIBLINGS)]) for _ in range(groups)]
 
 
+def bursts(groups: int) -> list[Group]:
+    chance = Random(3)  # noqa: S311 (no secret)
+
+    def ids(fewest: int, most: int) -> list[int]:
+        return [chance.randrange(1000, 1100) for _ in range(chance.randint(fewest, most))]
+
+    made: list[Group] = []
+    for _ in range(groups):
+        phrases, answers = [ids(3, 6) for _ in range(6)], list[list[int]]()
+        for _ in range(2 * SIBLINGS):
+            parts = (
+                [*chance.choice(phrases), *(chance.randrange(10) for _ in range(count))]
+                for count in chance.choices(range(1, 6), k=LONGEST)
+            )
+            answers.append([*chain.from_iterable(parts)])
+        made.append((ids(40, 40), answers))
+    return made
+
+
 def recorded(path: Path) -> list[Group]:
     rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     return [(row["prompt"], row["answers"]) for row in rows]
@@ -244,15 +313,36 @@ def recorded(path: Path) -> list[Group]:
 def serve(options: argparse.Namespace) -> None:
     """Play what the lines of standard input ask for, and print what it took."""
     for line in sys.stdin:
-        name, places, most = json.loads(line)
+        name, places, most, *clock = json.loads(line)
+        if clock:
+            groups = STREAMS[name](ROLLOUTS * max(1, places // SIBLINGS))
+            made = play(rollouts_of(groups, places), places, most, Clocked(*clock))
+            print(json.dumps(made), flush=True)
+            continue
         count = max(3, 3 * places // SIBLINGS)
         groups = worked_answers(count)
         if name == "zipf":
             groups = zipf(count)
         elif name == "recorded":
             groups = recorded(options.streams)
-        made = play(groups, places, most, COSTLY if name == "costly" else ROW_SHARE)
+        made = play([groups], places, most, Streams(COSTLY if name == "costly" else ROW_SHARE))
         print(json.dumps(made), flush=True)
+
+
+STREAMS: dict[str, Callable[[int], list[Group]]] = {
+    "answers": worked_answers, "zipf": zipf, "bursts": bursts,
+}  # fmt: skip
+
+
+def rollouts_of(groups: Sequence[Group], places: int) -> list[list[Group]]:
+    """Rollouts of as many samples as there are places, whose answers are cut."""
+    half = min(SIBLINGS, places)
+    cut = [
+        (prompt, [answer[:LONGEST] for answer in [*answers[:half], *answers[-half:]]])
+        for prompt, answers in groups
+    ]
+    each = len(cut) // ROLLOUTS
+    return [cut[n * each : (n + 1) * each] for n in range(ROLLOUTS)]
 
 
 class Tree:
@@ -275,11 +365,32 @@ class Tree:
         return json.loads(streams[1].readline())
 
 
-def compare(options: argparse.Namespace) -> None:
-    """Rows of this tree, and beside them of another; they take turns."""
+def trees_of(options: argparse.Namespace) -> dict[str, Tree]:
+    """This tree, and another one beside it."""
     sources = {"": Path(__file__).resolve().parents[1] / "src"}
     sources |= {"old_": options.against} if options.against else {}
-    trees = {name: Tree(source) for name, source in sources.items()}
+    return {name: Tree(source) for name, source in sources.items()}
+
+
+def by_clock(options: argparse.Namespace) -> None:
+    trees = trees_of(options)
+    for places, stream in product(options.sequences, STREAMS):
+        faster: dict[tuple[str, int], list[float]] = {}
+        for cost, estimate, (name, tree) in product(COSTS, ESTIMATES, trees.items()):
+            off, on = (tree.play(stream, places, n, estimate, cost)[0] for n in (0, MOST))
+            for place, (a, b) in enumerate(zip(off, on, strict=True)):
+                faster.setdefault((name, place % 2), []).append(a["clock_s"] / b["clock_s"])
+        for visit in range(2):
+            row: dict[str, Any] = {"stream": stream, "sequences": places, "visit": visit}
+            for name in trees:
+                its = faster[name, visit]
+                row |= {f"{name}least": min(its), f"{name}mean": harmonic_mean(its)}
+            printed({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Rows of this tree, and beside them of another; they take turns."""
+    trees = trees_of(options)
     names = ["answers", "zipf", "costly"] + ["recorded"] * (options.streams is not None)
     for places, stream in product(options.sequences, names):
         runs: dict[tuple[str, int], list[Any]] = {}
@@ -298,7 +409,7 @@ def compare(options: argparse.Namespace) -> None:
             if options.against:
                 row["cheaper"] = costs["old_"] / costs[""]
             rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
-            print(json_text(rounded), flush=True)
+            printed(rounded)
 
 
 def best_of(runs: Sequence[Any], visit: int) -> dict[str, Any]:
@@ -313,8 +424,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--against", type=Path, metavar="SRC")
     parser.add_argument("--streams", type=Path, metavar="FILE.jsonl")
+    parser.add_argument("--clock", action="store_true", help="what guesses cost, by that of a card")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 16, 32, 60])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    (serve if asked.serve else compare)(asked)
+    (serve if asked.serve else by_clock if asked.clock else compare)(asked)

@@ -27,7 +27,7 @@ from isobit.data.tokenizer import load_tokenizer
 from isobit.models.folder import load_policy
 from isobit.models.policy import Policy, random_policy
 from isobit.models.shapes import model_shape
-from isobit.records.text import Prompt, SamplingParams
+from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.rollout.drafts import Drafter
 from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
@@ -63,6 +63,15 @@ def prompts_of(options: argparse.Namespace, policy: Policy) -> Iterator[tuple[in
         yield tuple(random.choices(vocab, k=128))
 
 
+def timed(
+    engine: NativeEngine, requests: Sequence[Request]
+) -> tuple[list[list[Completion]], float]:
+    """-> The completions, and the seconds of the rollout."""
+    began = perf_counter()
+    groups = generate(engine, requests)
+    return groups, perf_counter() - began
+
+
 def run(options: argparse.Namespace) -> None:
     precision, stops = precision_of(options.precision), ()
     if options.folder is not None:
@@ -86,21 +95,18 @@ def run(options: argparse.Namespace) -> None:
         chosen = [Prompt(f"{count}/{repeat}/{i}", "", next(prompts)) for i in range(n)]
         for visit in range(2):
             requests = [Request(prompt, visit, group, params) for prompt in chosen]
-            began = perf_counter()
-            groups = generate(plain, requests)
-            without_s = perf_counter() - began
+            groups, without_s = timed(plain, requests)
             Replaying.known = {
                 Handle(one.prompt.id, visit, n): completion.sequence.token_ids.tolist()
                 for one, its in zip(requests, groups, strict=True)
                 for n, completion in enumerate(its)
             }
-            began = perf_counter()
-            is_equal = generate(guessing, requests) == groups
-            with_s, stats = perf_counter() - began, guessing.stats
+            made, with_s = timed(guessing, requests)
+            stats = guessing.stats
             row = {"sequences": count, "visit": visit, "tokens": stats.generated_tokens}
             row |= {"without_s": without_s, "with_s": with_s, "faster": without_s / with_s}
             row |= {"accepted": stats.accepted_tokens, "proposed": stats.drafted_tokens}
-            row = common | row | {"forwards": stats.forwards, "equal": is_equal}
+            row = common | row | {"forwards": stats.forwards, "equal": made == groups}
             if repeat:
                 printed(row)
 

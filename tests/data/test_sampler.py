@@ -82,3 +82,12 @@ def test_a_state_of_other_data_is_refused() -> None:
 def test_no_prompts_is_an_error() -> None:
     with pytest.raises(DataError, match="no prompts"):
         PromptSampler([], 3, seed=5)
+
+
+@pytest.mark.parametrize(("taken", "again"), [(3, 2), (5, 5), (9, 5), (10, 1), (4, 0), (12, 12)])
+def test_the_last_prompts_are_given_again_across_epochs(taken: int, again: int) -> None:
+    sampler = PromptSampler(prompts(5), 2, seed=7)
+    seen = ids(sampler.next(taken))
+    sampler.give_again(again)
+    assert ids(sampler.next(again)) == seen[taken - again :]
+    assert ids(sampler.next(1)) == ids(PromptSampler(prompts(5), 2, 7).next(taken + 1))[taken:]

@@ -210,6 +210,10 @@ def test_hidden_special_tokens_are_counted_and_the_stop_is_none_of_them() -> Non
     said = describe_hidden([plain, completion(think, 6, think, EOS_ID)], made, (EOS_ID,))
     assert said is not None
     assert said.startswith("1 of 2 completions (50%) hold a special token, such as '<think>'")
+    between = completion(6, EOS_ID, 6, EOS_ID)
+    assert describe_hidden([between], made, (EOS_ID,)) is not None
+    turns = TokenSequence.of_answer([5], [6, EOS_ID, 6, EOS_ID], given=[(2, 3)])
+    assert describe_hidden([Completion(turns, "", "stop")], made, (EOS_ID,)) is None
 
 
 def test_unusable_stop_tokens_are_errors(folder: Path) -> None:

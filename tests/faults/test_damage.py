@@ -151,3 +151,21 @@ def test_a_lost_run_json_is_written_again(uninterrupted: Path, make_config: Make
     (config.output / "run.json").unlink()
     train(config, resume=True)
     assert json.loads((config.output / "run.json").read_text())["config"]["seed"] == config.seed
+
+
+@pytest.mark.parametrize("line", ["{}", '{"step": 7, "update": "12", "old": 64, "new": 32}'])
+def test_a_damaged_change_of_the_budget_is_said_and_goes(
+    line: str,
+    uninterrupted: Path,
+    make_config: MakeConfig,
+    expected: dict[str, Any],
+    outcome: Callable[[Path], dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = make_config()
+    shutil.copytree(uninterrupted, config.output)
+    path = config.output / "budget.jsonl"
+    path.write_text(f"{line}\n")
+    train(config, resume=True)
+    assert f"{path} has a damaged line: the changes from there on" in capsys.readouterr().out
+    assert outcome(config.output) == expected and path.read_bytes() == b""

@@ -3,6 +3,7 @@ change again where it was made.
 """
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from isobit.commands.replay import replay
 from isobit.config.recipes import RunConfig
 from isobit.records.batch import PackedBatch
 from isobit.run.loop import train
@@ -18,6 +20,7 @@ from isobit.store import keeper
 from isobit.training.trainer import Trainer
 from isobit.util.errors import OutOfMemoryError
 from tests.death import Death
+from tests.tiny import json_lines
 
 MakeConfig = Callable[..., RunConfig]
 Outcome = Callable[[Path], dict[str, Any]]
@@ -141,13 +144,45 @@ def test_a_kill_while_the_line_is_written_runs_out_of_memory_once_more(
     )
 
 
+@pytest.mark.parametrize("tokens", [16, 128])
+def test_another_setting_that_is_allowed_holds_from_the_checkpoint_on(
+    tokens: int, make_config: MakeConfig, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in further parts of the run, and where its steps are done again."""
+    allowed, sizes = ["training.tokens_per_microbatch"], list[int]()
+    config, update = make_config(training={"tokens_per_microbatch": tokens}), Trainer.update
+    straight = config.model_copy(update={"output": config.output.with_name("straight")})
+
+    def seen(self: Trainer, batches: Sequence[PackedBatch], *more: Any) -> Any:
+        sizes.append(max(batch.token_ids.numel() for batch in batches))
+        return update(self, batches, *more)
+
+    with death_after(4), little_memory():
+        train(make_config(training=BUDGET))
+    shutil.copytree(config.output, straight.output)
+    monkeypatch.setattr(Trainer, "update", seen)
+    train(straight, resume=True, allowed=allowed)
+    with death_after(5):
+        train(config, resume=True, allowed=allowed)
+    train(config, resume=True, allowed=allowed)
+    assert replay(config.output, 6, say=lambda _: None).differences == []
+    assert outcome(config.output) == outcome(straight.output)
+    assert len(sizes) == 4 + 2 + 4 + 4
+    assert all(32 < size <= tokens if tokens > 32 else size <= tokens for size in sizes)
+    for output in (config.output, straight.output):
+        assert json_lines(output / "budget.jsonl") == [
+            {"step": STEP, "update": UPDATE, "old": 64, "new": 32},
+            {"step": 5, "update": 8, "old": 32, "new": tokens, "allowed": True},
+        ]
+
+
 def test_a_run_that_cannot_go_on_keeps_what_it_has_learnt(
     make_config: MakeConfig, outcome: Outcome, expected: dict[str, Any]
 ) -> None:
     config = make_config()
     with (
         little_memory(2 * STEP, tokens=1),
-        pytest.raises(OutOfMemoryError, match=r"one sequence of \d+ tokens is a micro-batch"),
+        pytest.raises(OutOfMemoryError, match=r"each micro-batch is one sequence, of at most \d+ "),
     ):
         train(config)
     assert sorted(path.name for path in (config.output / "checkpoints").iterdir()) == [

@@ -1,5 +1,6 @@
 """Grading: parts and models, numbers and failures, and rewards that change when repeated."""
 
+import json
 import os
 import re
 import signal
@@ -98,7 +99,10 @@ def test_several_rewards_are_added_up_by_weight(rewards: str, in_process: bool) 
     assert groups[1].rewards == [None, 2.0 - 2.0, 10.0 - 10.0], "vowels does not apply to '?'"
     assert (stats.graded, stats.failed) == (4, 2)
     assert stats.failures == {"ValueError": 1, "not finite": 1}
-    assert stats.first_error == "prompt train/0, sample 2, length: ValueError: no"
+    assert stats.first_error is not None
+    assert stats.first_error.startswith(
+        "prompt train/0, sample 2, length: ValueError: no (mine.py:"
+    )
 
 
 def test_a_group_is_done_once_nothing_of_it_is_waited_for(rewards: str) -> None:
@@ -123,6 +127,20 @@ def test_a_group_is_done_once_nothing_of_it_is_waited_for(rewards: str) -> None:
     with Graders(RewardConfig(function=f"{rewards}:slow", in_process=True)) as graders:
         graders.submit(ours)
         assert graders.is_done(ours)
+
+
+def test_a_failure_names_the_line_of_the_users_code() -> None:
+    """Not that of a library which it calls, nor of Isobit."""
+
+    def judge(text: str) -> float:
+        return float(json.loads(text))
+
+    with pytest.raises(json.JSONDecodeError) as raised:
+        judge("{")
+    place = rf" \({Path(__file__).name}:\d+, in judge\)"
+    assert re.fullmatch(f"JSONDecodeError: .*{place}", failure_of(raised.value).message)
+    assert not re.search(place, failure_of(raised.value, with_place=False).message)
+    assert failure_of(ValueError("no")).message == "ValueError: no"
 
 
 def outcomes_of(**parts: list[float | Failure]) -> tuple[Group, Tally]:
@@ -371,7 +389,8 @@ def test_failures_are_counted_by_kind_with_the_first_message() -> None:
     stats = grade(graded, length_or_fail)
     assert [group.rewards for group in graded] == [[1.0, None], [None, None, None, 1.0]]
     assert stats.failures == {"KeyError": 2, "not finite": 1, "not a number": 1}
-    assert stats.first_error == "prompt train/0, sample 1: KeyError: 'answer'"
+    assert stats.first_error is not None
+    assert stats.first_error.startswith("prompt train/0, sample 1: KeyError: 'answer' (")
     assert stats.failed_fraction == pytest.approx(4 / 6)
 
 

@@ -189,6 +189,32 @@ def test_what_came_is_still_there_after_a_release(pipelined: bool) -> None:
     assert [[found[handle] for handle in group] for group in handles] == expected
 
 
+@both_executors
+@pytest.mark.parametrize("limit", [3, 6, 7])
+def test_a_sample_at_its_limit_is_refused_and_others_go_on(limit: int, pipelined: bool) -> None:
+    """A further token used to be drawn for it, from the prompt's last state."""
+    first, second = (open_engine(pipelined)[0] for _ in range(2))
+    wanted, other = request(0, 5, max_new_tokens=30), request(1, 9, max_new_tokens=8)
+    handles = first.submit([wanted, other])
+    while first.num_drawn(handles[0][0]) < 6:
+        first.step()
+    half_done = first.withdraw([one for group in handles for one in group])
+    drawn = half_done[handles[0][0]].length
+    shorter = replace(wanted, sampling=replace(wanted.sampling, max_new_tokens=limit))
+    if limit <= drawn:
+        with pytest.raises(RequestError, match=rf"has {5 + drawn} tokens .* may have {5 + limit}"):
+            second.admit([other, shorter], half_done)
+        assert second.num_live == 0
+        del half_done[handles[0][0]]
+    second.admit([other, shorter], half_done)
+    found: dict[Handle, Completion] = {}
+    while second.num_live:
+        found |= ended(second.step())
+    expected = generate(make_engine()[0], [shorter, other])
+    given = [group for group in handles if group[0] in found]
+    assert [[found[handle] for handle in group] for group in given] == expected[-len(given) :]
+
+
 def test_what_has_ended_or_moved_is_passed_over_and_what_is_there_is_refused() -> None:
     engine, other = make_engine()[0], make_engine()[0]
     short, wanted = request(0, 5, max_new_tokens=1), request(1, 5, 2)

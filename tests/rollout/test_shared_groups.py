@@ -1,6 +1,7 @@
 """Open groups of a world of one: what a step may choose while others are drawn."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -8,8 +9,10 @@ import pytest
 from isobit.parallel.world import ALONE
 from isobit.records.schedule import Schedule
 from isobit.records.text import Group
+from isobit.rollout.open_groups import OpenGroup
 from isobit.rollout.requests import Request
 from isobit.rollout.shared_groups import SharedGroups
+from isobit.util.errors import CheckpointError
 from tests.rollout.history_model import make_engine, request
 
 SCHEDULE = Schedule(ahead=2, per_step=2, steps=9)
@@ -90,3 +93,24 @@ def test_drawing_beside_a_step_ends_when_it_has_learnt() -> None:
     assert groups.open.num_live, "nothing was drawn"
     groups.end_step()
     assert not groups.open.num_live
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_group_that_can_never_be_whole_is_an_error(stays: bool) -> None:
+    groups = shared_groups(graded=lambda _: True)
+    groups.draw(lambda found: SCHEDULE.chosen(1, found), lambda: None)
+    groups.end_step()
+    first = groups.groups[0]
+    more = replace(first.request, samples=3)
+    groups.open.groups = [OpenGroup(more, 0, dict(first.samples))]
+    groups.begin_step(1, 0)
+    with pytest.raises(CheckpointError, match=r"'p/0' has 2 of 3 samples, and nothing is drawn"):
+        chosen(groups, stays)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_whole_groups_of_which_none_is_chosen_are_an_error(stays: bool) -> None:
+    groups = shared_groups(graded=lambda _: True)
+    groups.begin_step(0, 1)
+    with pytest.raises(CheckpointError, match="all 1 groups that may begin are whole, and a step"):
+        chosen(groups, stays)

@@ -24,10 +24,13 @@ from isobit.config.rollout import RolloutConfig
 from isobit.data.tool_calls import ToolCall
 from isobit.environments.pool import Environments
 from isobit.observe.console import silent
+from isobit.observe.group_metrics import describe_failed_calls
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Completion, Episode
 from isobit.rollout import episodes
 from isobit.run.loop import train
 from isobit.store.directory import RunDirectory
-from isobit.util.errors import ToolError
+from isobit.util.errors import RewardError, ToolError
 from tests.run import acting
 from tests.tiny import json_lines
 from tests.worlds import in_world
@@ -209,6 +212,27 @@ def test_a_run_goes_on_with_tools_that_fail(
     }
     assert kinds >= {"deadline", "crash", "flood"}
     assert all(line["episode/results/cut"] + line["episode/results/error"] > 0 for line in steps)
+
+
+def test_a_run_whose_environment_always_fails_says_what_it_raised(
+    acting_config: MakeConfig,
+) -> None:
+    says = r"no reward: reset: KeyError: 'nothing' \(tools\.py:\d+, in reset\)"
+    with pytest.raises(RewardError, match=says):
+        train(acting_config("Breaks", data={}), silent())
+
+
+def test_calls_that_all_fail_are_told() -> None:
+    sequence = TokenSequence.of_answer([5], [1, 2], given=[(3, 4)])
+
+    def made(*results: tuple[str, str]) -> Completion:
+        return Completion(sequence, "", "stop", Episode(("a", "b"), (results,)))
+
+    broken, right = made(("error", "error: it broke"), ("malformed", "x")), made(("ok", "7"))
+    said = describe_failed_calls([broken, made(("user", "Yes?")), broken])
+    assert said == "all 2 calls of tools failed; the first was answered 'error: it broke'"
+    assert describe_failed_calls([broken, right]) is None
+    assert describe_failed_calls([made(("malformed", "x")), made()]) is None
 
 
 def test_what_cannot_be_acted_in_is_refused(acting_config: MakeConfig) -> None:

@@ -17,15 +17,25 @@ from isobit.commands.replay import replay
 from isobit.config.recipes import RunConfig
 from isobit.models.folder import read_config
 from isobit.parallel.world import ALONE, World
+from isobit.records.text import Group
 from isobit.rollout.open_groups import OpenGroups
 from isobit.rollout.shared_groups import Choose, SharedGroups
 from isobit.run.free_batches import FreeBatches
 from isobit.run.loop import train
 from isobit.run.rollouter_process import train_by_ranks
+from isobit.store import resume
 from isobit.training.step import Learner
 from isobit.util.errors import CheckpointError, ConfigError, PeerError
 from tests.rollout.served import served
-from tests.run.test_lag import REWARD, Killed, die_after_saving, outcome, steps_of
+from tests.run.test_lag import (
+    REWARD,
+    ROWS,
+    Killed,
+    die_after_saving,
+    outcome,
+    rows_of,
+    steps_of,
+)
 from tests.run.test_ranks import write_model
 from tests.run.test_rollouters import config_of
 from tests.serve.servers import KEY
@@ -464,3 +474,102 @@ def test_an_error_while_it_samples_leaves_what_was_open(
     assert (config.output / "checkpoints" / "step_000003" / "open_groups.safetensors").is_file()
     train(config, resume=True)
     assert replay(config.output, say=lambda _: None).differences == []
+
+
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fewer samples": ("training", {"training": {"samples_per_prompt": 2}}),
+    "more samples": ("training", {"training": {"samples_per_prompt": 5}}),
+    "lengths": ("rollout", {"rollout": {"max_new_tokens": 4}}),
+    "temperature": ("rollout", {"rollout": {"temperature": 0.5}}),
+    "seed": ("seed", {"seed": 3}),
+    "other prompts": ("data", {}),
+    "longer prompts": ("data", {}),
+}
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("change", OTHERS)
+def test_open_groups_of_other_settings_are_drawn_from_their_beginning(
+    change: str,
+    staleness: int,
+    free: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Killed in the last step, behind a checkpoint of the second: lines of the schedule that are
+    recorded behind it name groups of other prompts.
+    """
+    config = free(staleness, data=rows_of(tmp_path, ROWS[:16]))
+    train(config)
+    for step in range(3, STEPS + 1):
+        shutil.rmtree(config.output / "checkpoints" / f"step_{step:06}")
+    opened = [one[:2] for one in schedule_of(config.output)[1]["drawn"]]
+    rows = {"other prompts": ROWS[15::-1], "longer prompts": [LONG] * 16}.get(change, ROWS[:16])
+    allowed, sections = OTHERS[change]
+    learnt, sample = list[Group](), FreeBatches.sample
+
+    def noted(self: FreeBatches, *arguments: Any) -> Any:
+        groups, ranks = sample(self, *arguments)
+        learnt.extend(groups)
+        return groups, ranks
+
+    changed = free(staleness, data=rows_of(tmp_path, rows), **sections)
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(FreeBatches, "sample", noted)
+        summary = train(changed, resume=True, allowed=[allowed])
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("dropped")]
+    assert len(told) == 1
+    assert f"dropped: {3 * len(opened)} samples with " in told[0]
+    assert summary.tokens_differing == 0 < summary.tokens_compared
+    before = replay_version(config.output)
+    for group in learnt:
+        assert len(group.completions) == changed.training.samples_per_prompt
+        for one in group.completions:
+            prompt, sequence = list(group.prompt.token_ids), one.sequence
+            assert sequence.token_ids[: len(prompt)].tolist() == prompt
+            assert one.length <= changed.rollout.max_new_tokens
+            assert sequence.temperature == changed.rollout.temperature
+            assert min(one.weights_versions) > before
+    names = [[group.prompt.id, group.visit] for group in learnt]
+    if change in ("seed", "other prompts", "longer prompts"):
+        assert change == "seed" or {visit for _, visit in names} == {1}
+    else:
+        assert all(name in names for name in opened), "no prompt is passed over"
+        check_bounds(config.output, staleness, STEPS, config.training.prompts_per_step)
+    assert replay(config.output, say=lambda _: None).differences == []
+
+
+LONG = '{"prompt": "1+1=1+1=1+1=1+1=1+1=?", "answer": "2"}'
+
+
+def replay_version(root: Path) -> int:
+    """The version of the weights that drew last before the second step was done."""
+    return (
+        json.loads((root / "checkpoints/step_000002/state.json").read_text())["weights_version"] - 1
+    )
+
+
+def test_an_open_group_of_another_prompt_is_refused(
+    free: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the rule for changes leaves out."""
+    with monkeypatch.context() as patch:
+        die_after_saving(patch)
+        with pytest.raises(Killed):
+            train(free(2, data=rows_of(tmp_path, ROWS[:16])))
+    config = free(2, data=rows_of(tmp_path, ROWS[15::-1]))
+    monkeypatch.setattr(resume, "draws_others", lambda _: [])
+    with pytest.raises(CheckpointError, match=r"open_groups: .* another prompt than train/"):
+        train(config, resume=True, allowed=["data"])
+
+
+def test_a_run_that_ends_earlier_has_a_schedule_of_its_steps(free: MakeConfig) -> None:
+    config = free(2)
+    train(config)
+    for step in range(5, STEPS + 1):
+        shutil.rmtree(config.output / "checkpoints" / f"step_{step:06}")
+    train(free(2, training={"steps": 4}), resume=True)
+    assert [line["step"] for line in schedule_of(config.output)] == [1, 2, 3, 4]

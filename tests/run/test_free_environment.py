@@ -1,5 +1,6 @@
 """``async.max_staleness`` with an environment: episodes stay open while steps learn."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from isobit.records.wire import completions_of
 from isobit.rollout import episodes
 from isobit.run.loop import train
 from isobit.run.pending import value_of
+from isobit.store.keeper import CheckpointKeeper
 from isobit.util.errors import ConfigError
 from tests.environments.servers import Count, serving
 from tests.run import acting
@@ -141,6 +143,40 @@ def test_a_schedule_that_time_has_made_is_replayed_and_resumed(
     assert left_with_answers(config.output) == expected
 
 
+def test_records_cut_before_the_only_checkpoint_lose_nothing_of_later_steps(
+    free_acting: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is killed after steps 2 and 4, of which only the first leaves a checkpoint; between
+    them rewards, answers and schedule lose half a line.  The last part asks for nothing.
+    """
+    save = CheckpointKeeper.save_if_due
+
+    def die_at(step: int, patch: pytest.MonkeyPatch) -> None:
+        def save_or_die(self: CheckpointKeeper, done: int) -> None:
+            save(self, done)
+            if done == step:
+                raise Killed
+
+        patch.setattr(CheckpointKeeper, "save_if_due", save_or_die)
+
+    for step, every in ((2, 2), (4, 9)):
+        config = free_acting(1, training={"steps": 4}, checkpoint={"every": every, "keep_last": 1})
+        with monkeypatch.context() as patch:
+            die_at(step, patch)
+            with pytest.raises(Killed):
+                train(config, silent(), resume=True)
+        paths = [config.output / f"{name}.jsonl" for name in ("rewards", "environment", "schedule")]
+        before = [path.read_bytes() for path in paths]
+        for path, content in zip(paths, before, strict=True):
+            if step == 2:
+                os.truncate(path, len(content) - len(content.splitlines()[-1]) // 2)
+    ask_nothing(monkeypatch)
+    train(config, silent(), resume=True)
+    for path, content in zip(paths, before, strict=True):
+        assert path.read_bytes() == content
+        assert [list(line) for line in json_lines(path)].count(["lost_bytes"]) == 1
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["Moody", "Counter"])
 def test_killed_between_any_two_steps_it_is_one_run(
@@ -237,6 +273,20 @@ def test_a_server_has_room_for_few_episodes(
     lines = json_lines(config.output / "environment.jsonl")
     failures = [answer["failure"] for line in lines for _, answer in line["answers"]]
     assert {*failures} == {None}, "nobody was refused for long"
+
+
+def test_a_run_with_more_steps_than_it_once_had_is_replayed(free_acting: MakeConfig) -> None:
+    """The last of the first steps could begin no group of the later ones.  Other answers are still
+    found.
+    """
+    few = free_acting(1, training={"steps": 2})
+    train(few, silent())
+    train(free_acting(1, training={"steps": 4}), silent(), resume=True)
+    assert replay(few.output, say=lambda _: None).differences == []
+    record = few.output / "environment.jsonl"
+    record.write_text(record.read_text().replace("total ", "sum ", 1))
+    (found,) = replay(few.output, say=lambda _: None).differences
+    assert "'total " in found.what and "'sum " in found.what
 
 
 @pytest.mark.exhaustive

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from isobit.commands.replay import replay
 from isobit.config.recipes import RunConfig
 from isobit.models.safetensors import TensorFile
 from isobit.records.text import Group
@@ -18,8 +19,11 @@ from isobit.run.log import RlLog
 from isobit.run.loop import train
 from isobit.run.pending import COMPARED, GradedBatch, Pending
 from isobit.run.rl_run import RlRun
+from isobit.starter import starter_folder
+from isobit.store import resume
 from isobit.store.keeper import CheckpointKeeper
 from isobit.training.step import StepMetrics
+from isobit.util.errors import CheckpointError, ConfigError
 from isobit.util.files import file_sha256
 from tests.tiny import json_lines as lines
 
@@ -230,3 +234,162 @@ def test_few_completions_of_a_large_batch_are_compared(lagging: MakeConfig) -> N
 def test_what_was_sampled_ahead_counts_as_learnt(lagging: MakeConfig) -> None:
     summary = train(lagging(1, training={"steps": 3}))
     assert 0 < summary.tokens_learnt <= summary.tokens_generated
+
+
+def rows_of(tmp_path: Path, rows: Sequence[str]) -> dict[str, Any]:
+    """The table of training data with these rows, always in the same file."""
+    path = tmp_path / "train.jsonl"
+    path.write_text("\n".join(rows) + "\n")
+    return {"train": {"type": "jsonl", "path": str(path), "limit": 16}}
+
+
+ROWS = (starter_folder() / "train.jsonl").read_text().splitlines()
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "temperature": ("rollout", {"rollout": {"max_new_tokens": 4, "temperature": 0.5}}),
+    "lengths": ("rollout", {"rollout": {"max_new_tokens": 3}}),
+    "fewer samples": ("training", {"training": {"samples_per_prompt": 2}}),
+    "more groups": ("training", {"training": {"prompts_per_step": 3}}),
+    "refills": ("algorithm", {"algorithm": {"dynamic_sampling": True}}),
+    "seed": ("seed", {"seed": 3}),
+    "other prompts": ("data", {}),
+}
+
+
+def train_two_steps(config: RunConfig, patch: pytest.MonkeyPatch) -> None:
+    """As a run that is killed behind its second checkpoint."""
+    for step in (1, 2):
+        with patch.context() as patched:
+            die_after_saving(patched)
+            with pytest.raises(Killed):
+                train(config, resume=step > 1)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("lag", [2, 1])
+@pytest.mark.parametrize("change", OTHERS)
+def test_what_was_drawn_by_other_settings_is_drawn_again(
+    change: str,
+    lag: int,
+    lagging: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = lagging(lag, data=rows_of(tmp_path, ROWS[:16]))
+    train_two_steps(config, monkeypatch)
+    before = lines(config.output / "rewards.jsonl")
+    allowed, sections = OTHERS[change]
+    is_other = change == "other prompts"
+    rows = ROWS[100:116] if is_other else ROWS[:16]
+    changed = lagging(lag, data=rows_of(tmp_path, rows), **sections)
+    capsys.readouterr()
+    train(changed, resume=True, allowed=[allowed])
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("dropped")]
+    assert len(told) == 1
+    assert told[0].startswith(f"dropped: {6 * lag} samples with ")
+    assert told[0].endswith(" changed")
+    drawn = [line for line in lines(config.output / "rewards.jsonl") if is_of_a_step(line)]
+    assert sampled_by(config.output)[2 + lag : 3 + 2 * lag] == [2] * (1 + lag), "by those of now"
+    learnt = steps_of(config.output)[2:]
+    assert [line["staleness/mean"] for line in learnt[:2]] == [0, UPDATES]
+    assert all(line["log_prob_diff/tokens_differing"] == 0 for line in learnt)
+    waited = [name for line in before if is_of_a_step(line) for name in line["prompts"]][4:]
+    again = [name for line in drawn[2 + lag :] for name in line["prompts"]]
+    if is_other:
+        assert {visit for _, visit in again} == {1}
+    elif change not in ("seed", "refills"):  # in another order, or with more between
+        assert again[: len(waited)] == waited, "no prompt is passed over"
+    assert replay(config.output, 3, say=lambda _: None).differences == []
+
+
+def is_of_a_step(line: dict[str, Any]) -> bool:
+    return line["prompts"][0][0].startswith("train/")
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("lag", [2, 1, 3])
+def test_another_reward_grades_what_waits_again(
+    lag: int,
+    lagging: MakeConfig,
+    write_reward: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = lagging(lag)
+    train_two_steps(config, monkeypatch)
+    write_reward("return 7.0")
+    train(config, resume=True, allowed=["reward"])
+    assert [line["reward/mean"] == 7 for line in steps_of(config.output)] == [False] * 2 + [
+        True
+    ] * 3
+    assert [line["staleness/mean"] / UPDATES for line in steps_of(config.output)] == [
+        t - 1 - version for t, version in enumerate(specified(lag), start=1)
+    ], "nothing was drawn again"
+    for recorded in (False, True):
+        found = replay(config.output, 3, say=lambda _: None, recorded_rewards=recorded)
+        assert found.differences == []
+
+
+def test_greedy_samples_that_wait_cannot_be_graded_again(
+    lagging: MakeConfig,
+    write_reward: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = lagging(1, algorithm={"name": "remax"})
+    train_two_steps(config, monkeypatch)
+    write_reward("return 7.0")
+    train(config, resume=True, allowed=["reward"])
+    assert "dropped: 6 samples with" in capsys.readouterr().out
+    assert [line["reward/mean"] == 7 for line in steps_of(config.output)] == [False] * 2 + [
+        True
+    ] * 3
+    assert [line["staleness/mean"] for line in steps_of(config.output)][2:4] == [0, UPDATES]
+
+
+def test_a_sample_of_another_prompt_is_refused(
+    lagging: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the rule for changes leaves out."""
+    config = lagging(1, data=rows_of(tmp_path, ROWS[:16]))
+    train_two_steps(config, monkeypatch)
+    rows_of(tmp_path, ROWS[100:116])
+    monkeypatch.setattr(resume, "draws_others", lambda _: [])
+    with pytest.raises(CheckpointError, match=r"pending: .* drawn for another prompt than train/"):
+        train(config, resume=True, allowed=["data"])
+
+
+def test_more_steps_than_were_to_be_sampled_ahead_have_to_be_allowed(
+    lagging: MakeConfig, tmp_path: Path
+) -> None:
+    whole = lagging(1, output=tmp_path / "whole")
+    train(whole)
+    config = lagging(1, training={"steps": 3})
+    train(config)
+    with pytest.raises(ConfigError, match="the batches of step 4 would have been sampled before"):
+        train(lagging(1), resume=True)
+    shutil.rmtree(config.output / "checkpoints" / "step_000003")
+    train(lagging(1), resume=True)
+    assert digests_of(config.output) == digests_of(whole.output)
+    shutil.rmtree(config.output)
+    train(lagging(1, training={"steps": 3}))
+    train(lagging(1), resume=True, allowed=["training.steps"])
+    assert digests_of(config.output)[:3] == digests_of(whole.output)[:3]
+    assert [line["staleness/mean"] for line in steps_of(config.output)][3:] == [0, UPDATES]
+
+
+def digests_of(root: Path) -> list[dict[str, Any]]:
+    return lines(root / "digests.jsonl")
+
+
+@pytest.mark.parametrize(("lag", "steps"), [(0, 4), (1, 3)])
+def test_a_run_that_ends_earlier_leaves_no_record_of_other_steps(
+    lag: int, steps: int, lagging: MakeConfig, tmp_path: Path
+) -> None:
+    whole = lagging(lag, training={"steps": steps}, output=tmp_path / "whole")
+    train(whole)
+    config = lagging(lag)
+    train(config)
+    for step in range(3, STEPS + 1):
+        shutil.rmtree(config.output / "checkpoints" / f"step_{step:06}")
+    train(lagging(lag, training={"steps": steps}), resume=True)
+    assert outcome(config.output) == outcome(whole.output)

@@ -21,17 +21,21 @@ from isobit.memory.device import DevicePlan
 from isobit.memory.host import MemoryEstimate
 from isobit.memory.speed import describe_step
 from isobit.models import policy
+from isobit.observe.console import silent
 from isobit.observe.inspection import inspect_folder
 from isobit.parallel.gradient_sum import ONE_SLOT
 from isobit.parallel.world import World
+from isobit.records.batch import PackedBatch
 from isobit.rollout.native import NativeEngine
 from isobit.run import model_source
 from isobit.run import plan as plan_module
 from isobit.run import plan as planning
 from isobit.run import run as run_module
+from isobit.run.loop import train
 from isobit.run.resolved import resolve
 from isobit.run.rl_run import RlRun, prepare_rl, read_rl
 from isobit.store.manifest import environment
+from isobit.training.trainer import Trainer
 from isobit.util.errors import CheckpointError, ConfigError, RequestError
 from isobit.util.machine import Memory
 from tests.models.policies import delta_nets
@@ -206,6 +210,68 @@ def test_several_processes_are_planned(
     assert "arriving gradients" in text and "gradients as they are made" in text
     alone = "\n".join(plan_run(make_config(training=training)).describe(PLENTY))
     assert "rounds" not in alone and "arriving" not in alone
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_is_replayed_is_planned(
+    shared: bool, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All 6 completions of a step have the most tokens, and 6 older ones come beside them."""
+    training = {"prompts_per_step": 2, "samples_per_prompt": 3, "shared_prefix": shared}
+    rollout = {"max_new_tokens": 1, "kv_pages": 50}
+    changes: dict[str, Any] = {"training": training | {"steps": 2}, "rollout": rollout}
+    config = make_config(**changes, replay={"fraction": 0.5})
+    cut: list[list[PackedBatch]] = []
+    update = Trainer.update
+
+    def seen(self: Trainer, batches: list[PackedBatch], *more: Any) -> Any:
+        cut.append(batches)
+        return update(self, batches, *more)
+
+    monkeypatch.setattr(Trainer, "update", seen)
+    train(config, silent())
+    assert [[len(one.lengths) for one in batches] for batches in cut] == [[6], [12]]
+    learnt = max(one.token_ids.numel() for batches in cut for one in batches)
+    on_a_gpu(monkeypatch, 8 << 30)
+    plain = plan_run(make_config(**changes, output=config.output / "b"))
+    made = plan_run(make_config(**changes, replay={"fraction": 0.5}, output=config.output / "b"))
+    assert isinstance(plain.memory, DevicePlan) and isinstance(made.memory, DevicePlan)
+    assert plain.memory.tokens < learnt <= made.memory.tokens == 2 * plain.memory.tokens
+    assert plain.memory.peaks["training"] < made.memory.peaks["training"]
+    monkeypatch.undo()
+    found = [
+        plan_run(make_config(**changes, replay=one, output=config.output / "b")).memory
+        for one in ({}, {"fraction": 0.5})
+    ]
+    assert isinstance(found[0], MemoryEstimate) and isinstance(found[1], MemoryEstimate)
+    assert found[1].size("activations") == 2 * found[0].size("activations")
+
+
+def test_time_and_rounds_count_what_is_replayed_beside_whole_rollouts(
+    make_config: MakeConfig, config_alone: Callable[[str], Path]
+) -> None:
+    def planned(fraction: float, shared: bool = False) -> DryRun:
+        training = {"prompts_per_step": 4, "samples_per_prompt": 8, "shared_prefix": shared}
+        config = make_config(
+            model=str(config_alone("qwen3-0.6b")),
+            training=training | {"moments": "fp8", "recompute": "full", "updates_per_batch": 2},
+            cluster={"processes": 2},
+            replay={"fraction": fraction},
+        )
+        return plan_elsewhere(config, read_card("h200"))
+
+    times = [planned(fraction).time for fraction in (0, 0.75)]
+    assert times[0] is not None and times[1] is not None
+    assert times[0].rollout == times[1].rollout > 0
+    assert times[1].trained == 4 * times[0].trained
+    sharing = [planned(fraction, True).time for fraction in (0, 0.75)]
+    assert sharing[0] is not None and sharing[1] is not None
+    assert sharing[1].training - times[1].training == pytest.approx(
+        sharing[0].training - times[0].training
+    ), "what is replayed shares no prompt"
+    texts = ["\n".join(planned(fraction).describe(None)) for fraction in (0, 0.75)]
+    for sequences, text in zip((16, 64), texts, strict=True):
+        assert f"micro-batches of an update, of {sequences} sequences" in text
 
 
 def test_a_run_that_a_gpu_does_not_hold_is_refused_before_it_loads_anything(

@@ -59,7 +59,8 @@ def config_of(case: dict[str, Any]) -> RunConfig:
 def work(world: World, case: dict[str, Any]) -> None:
     """The run up to some steps, and from there to its end."""
     for steps, resume in ((3, False), (case["steps"], True)):
-        train_by_ranks(config_of({**case, "steps": steps}), resume, world)
+        allowed = ["training.steps"] if resume else []
+        train_by_ranks(config_of({**case, "steps": steps}), resume, world, allowed)
 
 
 @pytest.mark.exhaustive

@@ -166,6 +166,41 @@ def test_everything_after_is_cut_but_the_rewards(directory: RunDirectory) -> Non
     assert positions(directory) == {**recorded, "rewards.jsonl": 13}
 
 
+@pytest.mark.parametrize("lost", [1, 3, 4, 12, 19, 20, 21, 39, 40])
+def test_what_was_cut_is_filled_up_to_where_the_next_line_begins(lost: int, tmp_path: Path) -> None:
+    """In what repeated steps read; other files keep their whole lines, also where they have grown
+    beyond the recorded size since.
+    """
+    directory = RunDirectory(tmp_path)
+    line = b'{"weights": 123456}\n'
+    read = (directory.rewards, directory.answers, directory.schedule, directory.budget)
+    others = (directory.metrics, directory.completions, directory.digests)
+    for path in (*read, *others):
+        path.write_bytes(2 * line)
+    recorded = positions(directory)
+    for path in (*read, *others):
+        os.truncate(path, len(2 * line) - lost)
+    rewind(directory, recorded)
+    kept = (len(2 * line) - lost) // len(line) * line
+    for path in read:
+        content = path.read_bytes()
+        assert len(content) == len(2 * line) and content.startswith(kept)
+        assert [json.loads(one) for one in content[len(kept) :].splitlines()] == [
+            {"lost_bytes": len(2 * line) - len(kept)}
+        ]
+    assert [path.read_bytes() for path in others] == [kept] * 3
+    for path in (*read, *others):
+        with path.open("ab") as file:
+            file.write(b'{"more": 1}\n' * 9)
+    rewind(directory, recorded)
+    for path in read:
+        assert path.read_bytes().endswith(b'{"more": 1}\n' * 9)
+        assert path.stat().st_size == len(2 * line) + 9 * 12
+    for path in others:
+        assert all(map(json.loads, path.read_bytes().splitlines()))
+        assert len(2 * line) - 12 < path.stat().st_size <= len(2 * line)
+
+
 def test_what_the_run_did_not_write_stays(directory: RunDirectory, tmp_path: Path) -> None:
     """Found at 12131fc: resume removed every file in ``tensorboard/`` that it did not know."""
     recorded = positions(directory)

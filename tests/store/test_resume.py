@@ -11,12 +11,21 @@ from typing import Any
 import pytest
 import torch
 
+from isobit.config.recipes import RunConfig
 from isobit.models.safetensors import Slice
 from isobit.store import resume
 from isobit.store.checkpoint import MANIFEST, MASTERS, OPTIMISER, STATE, Snapshot, write_checkpoint
+from isobit.store.compatible import (
+    DRAWN_BY,
+    RESUMING,
+    check_compatible,
+    draws_others,
+    flat,
+    orders_others,
+)
 from isobit.store.directory import RunDirectory
 from isobit.store.newest import newest_usable
-from isobit.util.errors import CheckpointError
+from isobit.util.errors import CheckpointError, ConfigError
 
 FILES = (MASTERS, OPTIMISER, STATE, MANIFEST)
 
@@ -148,7 +157,15 @@ def assert_passed_over(directory: RunDirectory, path: Path) -> str:
     ("changed", "allowed", "forgotten"),
     [
         ("reward.function.source", ["reward"], ["rewards"]),
-        ("environment.class.source", ["environment"], ["answers"]),
+        ("environment.class.source", ["environment"], ["rewards", "answers", "schedule"]),
+        ("environment.openenv", ["environment"], ["answers"]),
+        ("data.train.content", ["data"], ["rewards", "answers", "schedule"]),
+        ("data.eval.held_out.content", ["data"], []),
+        ("rollout.temperature", ["rollout"], ["rewards", "answers", "schedule"]),
+        ("rollout.max_sequences", [], []),
+        ("precision.head", ["precision"], ["rewards", "answers", "schedule"]),
+        ("precision.wgrad", ["precision"], []),
+        ("reward.offload", [], []),
         ("training.learning_rate", ["training.learning_rate"], []),
     ],
 )
@@ -161,8 +178,60 @@ def test_what_others_gave_ahead_of_the_checkpoint_is_not_given_again(
     start: Any = SimpleNamespace(
         changed={changed: ["a", "b"]},
         allowed=allowed,
+        doing=RESUMING,
         rewards=SimpleNamespace(forget_ahead=lambda: dropped.append("rewards")),
         answers=SimpleNamespace(forget_ahead=lambda: dropped.append("answers")),
+        schedule=SimpleNamespace(forget_ahead=lambda: dropped.append("schedule")),
     )
     resume.Start._say_changes(start, recorded, {})
     assert dropped == forgotten
+
+
+def test_what_says_what_is_drawn_is_the_name_of_something(
+    make_config: Callable[..., RunConfig],
+) -> None:
+    inputs = "model.config", "model.tokenizer", "model.tokens", "model.generation"
+    keys = {*flat(make_config().model_dump(mode="json")), *inputs, "data.train.content"}
+    for name in DRAWN_BY:
+        assert any(key == name or key.startswith(f"{name}.") for key in keys), name
+    assert draws_others(["rollout.stop_strings", "rollout.kv_pages"]) == ["rollout.stop_strings"]
+    assert not draws_others([key for key in keys if key.startswith(("reward", "cluster", "check"))])
+    assert [key for key in sorted(keys) if orders_others([key])] == [
+        "data.shuffle",
+        "data.train.content",
+        "seed",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lag", "steps", "step", "more", "refused"),
+    [
+        (1, 4, 4, 8, "step 5 would"),
+        (3, 4, 4, 8, "steps 5 to 7 would"),
+        (3, 4, 4, 6, "steps 5 to 6 would"),
+        (2, 4, 3, 8, "step 5 would"),
+        (2, 4, 2, 8, None),
+        (2, 4, 0, 8, None),
+        (0, 4, 4, 8, None),
+        (2, 4, 4, 4, None),
+        (2, 4, 2, 3, None),
+    ],
+)
+def test_more_steps_are_refused_where_a_lag_would_have_sampled_them(
+    lag: int,
+    steps: int,
+    step: int,
+    more: int,
+    refused: str | None,
+    make_config: Callable[..., RunConfig],
+) -> None:
+    def values(steps: int) -> dict[str, Any]:
+        config = make_config(training={"steps": steps}, **{"async": {"lag": lag}})
+        return config.model_dump(mode="json")
+
+    if refused is None:
+        assert check_compatible(values(steps), values(more), step).keys() <= {"training.steps"}
+        return
+    with pytest.raises(ConfigError, match=rf"{refused} have been sampled before .* {step},"):
+        check_compatible(values(steps), values(more), step)
+    assert check_compatible(values(steps), values(more), step, ["training.steps"])

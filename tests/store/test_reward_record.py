@@ -4,18 +4,27 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from isobit.environments.pool import TurnAnswer
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.grading import Grading, grade
 from isobit.rewards.load import RewardFunction
 from isobit.rewards.tally import GradeStats
 from isobit.store.journals import whole_lines
-from isobit.store.reward_record import RewardRecord, SentRecord
+from isobit.store.reward_record import (
+    AnswerRecord,
+    KnownAnswers,
+    KnownRewards,
+    RewardRecord,
+    SentRecord,
+)
 from isobit.util.disk_space import LineFile
 from isobit.util.errors import RewardError, StorageError
+from isobit.util.strict_json import json_line
 
 
 def groups(token: int = 5, version: int = 1) -> list[Group]:
@@ -217,3 +226,110 @@ def test_what_could_not_be_written_is_written_the_next_time_and_once(
     assert len(path.read_text().splitlines()) == 1 and record.position == expected
     record.write()
     assert len(path.read_text().splitlines()) == 3 and path.stat().st_size == expected
+
+
+DAMAGED_GRADINGS = (
+    {"rewards": None},
+    {"rewards": [[1.0, 1.0, 1.0]]},
+    {"rewards": [[1.0, 1.0], [1.0, 1.0, 1.0]]},
+    {"rewards": [["1", 1.0, 1.0], [1.0, 1.0, 1.0]]},
+    {"parts": [["a", [[1.0, 1.0, 1.0]] * 2]]},
+    {"parts": {"a": [1.0, 1.0]}},
+    {"failures": {"crash": "many"}},
+    {"counts": []},
+    {"first_error": 3},
+)
+
+
+@pytest.mark.parametrize("missing", ["rewards", "failures", "first_error"])
+def test_a_grading_without_all_of_its_parts_is_made_anew_and_that_is_said(
+    missing: str, tmp_path: Path
+) -> None:
+    check_graded_anew(tmp_path, lambda line: line.pop(missing))
+
+
+@pytest.mark.parametrize("damage", DAMAGED_GRADINGS)
+def test_so_is_one_of_other_types(damage: dict[str, Any], tmp_path: Path) -> None:
+    check_graded_anew(tmp_path, lambda line: line.update(damage))
+
+
+def check_graded_anew(folder: Path, damage: Callable[[dict[str, Any]], object]) -> None:
+    path, said = folder / "rewards.jsonl", list[str]()
+    record = opened(path)
+    for token in (5, 6):
+        record.grade(groups(token), by(some_fail))
+    record.write()
+    whole = path.read_bytes()
+    lines = [json.loads(line) for line in whole.splitlines()]
+    damage(lines[0])
+    path.write_bytes(b"".join(map(json_line, lines)))
+    for again in (opened(path, said.append), KnownRewards(said.append, lines)):
+        made = groups()
+        again.grade(made, by(some_fail))
+        assert made[0].rewards == [None, 1.5, 1.5]
+    assert len(said) == 2 and all("line of this step is damaged" in one for one in said)
+    goes_on = opened(path, said.append)
+    sent = SentRecord(print, goes_on.lines_ahead)
+    sent.grade(groups(), by(some_fail))
+    assert sent.gradings == whole.splitlines(keepends=True)[:1]
+
+
+KEY = ["train/1", 0, 2, 1, "ab"]
+ANSWER = {"results": [["ok", "12"]], "reward": 0.5, "turn_reward": 1, "failure": None}
+
+
+def answered(path: Path, answers: Any, say: Callable[[str], None]) -> AnswerRecord:
+    """A record that begins a rollout, for which the file has these answers and more lines."""
+    line = {"weights_version": 3, "prompts": [["train/1", 0]], "answers": answers}
+    path.write_bytes(json_line(line) * 2)
+    record = AnswerRecord(say, whole_lines(path, 0))
+    record.open(path)
+    record.begin(3, [("train/1", 0)])
+    return record
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        None,
+        5,
+        [KEY],
+        [[KEY]],
+        [[KEY, None]],
+        [[KEY, {}]],
+        [[KEY, ANSWER], [KEY, {"results": [], "reward": None}]],
+        *([[KEY, ANSWER | {"results": one}]] for one in (None, 3, [["ok"]], [["ok", 12]])),
+        *([[KEY, ANSWER | {"failure": one}]] for one in (3, ["crash"], ["crash", None])),
+        *([[KEY, ANSWER | one]] for one in ({"reward": "1"}, {"turn_reward": [1]}, {"opening": 1})),
+        [[KEY, ANSWER | {"opening": ["hello"]}]],
+    ],
+)
+def test_answers_of_a_damaged_line_are_asked_for_anew_and_that_is_said(
+    answers: Any, tmp_path: Path
+) -> None:
+    path, said = tmp_path / "environment.jsonl", list[str]()
+    record = answered(path, answers, said.append)
+    assert record.find(KEY) is None and not record.is_ahead and path.read_bytes() == b""
+    record.end([(KEY, ANSWER)])
+    record.write()
+    assert json.loads(path.read_text())["answers"] == [[KEY, ANSWER]]
+    line = {"weights_version": 3, "prompts": [["train/1", 0]], "answers": answers}
+    known = KnownAnswers(said.append, [line])
+    known.begin(3, [("train/1", 0)])
+    assert known.find(KEY) is None
+    assert len(said) == 2 and all("line of this step is damaged" in one for one in said)
+
+
+@pytest.mark.parametrize("line", ["{}", '{"lost_bytes": 70}', '{"weights_version": 3}'])
+def test_a_line_that_names_no_rollout_is_not_taken_for_one(line: str, tmp_path: Path) -> None:
+    record = AnswerRecord(list[str]().append, [line.encode()])
+    record.begin(3, [("train/1", 0)])
+    assert record.find(KEY) is None
+
+
+def test_whole_answers_come_again(tmp_path: Path) -> None:
+    opening = {"opening": [{"role": "user", "content": "?"}], "over": True}
+    other = [["train/1", 0, 0, 0, "ab"], {"results": [], "reward": None, "failure": ["crash", "x"]}]
+    record = answered(tmp_path / "a", [[KEY, ANSWER | opening], other], pytest.fail)
+    assert record.find(KEY) == ANSWER | opening and record.is_ahead
+    assert TurnAnswer.of(ANSWER | opening).recorded() == opening | ANSWER

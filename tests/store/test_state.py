@@ -1,5 +1,5 @@
-"""Changes of the budget and digests come back as they were written, and any byte of weights,
-masters or moments changes its own checksum.
+"""Digests come back as they were written, and any byte of weights, masters or moments changes its
+own checksum.
 """
 
 from collections.abc import Callable
@@ -20,40 +20,10 @@ from isobit.store.state import (
     StateDigest,
     StepDigests,
     checkpoint_digest,
-    drop_torn_line,
-    read_changes,
     read_digests,
     state_digest,
-    write_change,
 )
-from isobit.training.budget import BudgetChange
 from isobit.util.errors import MismatchError
-
-CHANGES = [BudgetChange(4, 4096, 2048), BudgetChange(9, 2048, 1024)]
-
-
-def test_what_is_written_is_read_from_a_position_on(tmp_path: Path) -> None:
-    path = tmp_path / "budget.jsonl"
-    assert read_changes(path, 0) == []
-    write_change(path, 3, CHANGES[0])
-    size = path.stat().st_size
-    write_change(path, 5, CHANGES[1])
-    assert read_changes(path, 0) == CHANGES
-    assert read_changes(path, size) == CHANGES[1:]
-
-
-def test_an_unfinished_line_is_no_change_and_goes(tmp_path: Path) -> None:
-    path = tmp_path / "budget.jsonl"
-    drop_torn_line(path)
-    assert not path.exists()
-    write_change(path, 3, CHANGES[0])
-    whole = path.read_bytes()
-    path.write_bytes(whole + whole[:15])
-    assert read_changes(path, 0) == CHANGES[:1]
-    drop_torn_line(path)
-    write_change(path, 5, CHANGES[1])
-    assert read_changes(path, 0) == CHANGES
-
 
 MakeConfig = Callable[..., RunConfig]
 

@@ -5,6 +5,9 @@ nothing behind.
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,13 +17,15 @@ from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.records.batch import PackedBatch, TokenScores
-from isobit.records.text import Group
-from isobit.training.budget import BudgetChange
+from isobit.records.packing import micro_batches
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Completion, Group, Prompt
+from isobit.training.budget import BudgetChange, MicrobatchBudget, halved
 from isobit.training.optimiser import AdamW
 from isobit.training.step import train_on_groups
 from isobit.training.trainer import Trainer
 from isobit.util.errors import OutOfMemoryError
-from tests.training.conftest import INT8_BEFORE
+from tests.training.conftest import INT8_BEFORE, record
 
 GRPO = build_algorithm(GrpoConfig())
 MakeTrainer = Callable[..., Trainer]
@@ -189,13 +194,91 @@ def test_one_sequence_that_is_too_long_ends_it_with_the_keys(
     before = state_of(trainer)
     with Memory(8).of(trainer), pytest.raises(OutOfMemoryError) as error:
         train_on_groups(trainer, groups, GRPO, trainer.policy.flow.exact)
-    said = "training ran out of memory: 2.00 GiB more were needed; one sequence of 34 tokens"
+    said = "training ran out of memory: 2.00 GiB more were needed; each micro-batch is one "
+    said += "sequence, of at most 34 tokens, and smaller ones"
     assert str(error.value).startswith(said)
     assert "training.tokens_per_microbatch = 128" in str(error.value)
     assert str(error.value).endswith(advice)
     assert trainer.is_whole and trainer.updates == 0
     assert trainer.budget.at(0) == 128, "with more memory it may begin as it was configured"
     assert all(torch.equal(before[name], tensor) for name, tensor in state_of(trainer).items())
+
+
+def test_sequences_that_share_a_prompt_are_parted_below_the_longest(
+    make_trainer: MakeTrainer,
+) -> None:
+    """Seven sequences of 68 tokens, 116 rows together, beside one of 100: with a budget of 100 five
+    of them are still a micro-batch, of 340 tokens.
+    """
+    few, many = (make_trainer(shared_prefix=True) for _ in range(2))
+    answers = {range(1, 61): [range(n, n + 8) for n in range(7)], range(3): [range(97), range(9)]}
+    groups = [
+        record(
+            few,
+            Group(
+                Prompt("p", "", tuple(prompt)),
+                0,
+                [
+                    Completion(TokenSequence.of_answer(tuple(prompt), tuple(ids)), "", "stop")
+                    for ids in each
+                ],
+                [float(n % 2) for n in range(len(each))],
+            ),
+        )
+        for prompt, each in answers.items()
+    ]
+    with Memory(100).of(few):
+        train_on_groups(few, groups, GRPO, few.policy.flow.exact)
+    assert [change.new for change in few.budget.changes] == [100, 50]
+    train_on_groups(many, groups, GRPO, many.policy.flow.exact)
+    assert many.budget.changes == [] and few.updates == many.updates == 1
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_budget_is_lowered_until_each_sequence_is_alone(share: bool) -> None:
+    """Every new budget makes another cut, and nothing is tried twice."""
+    random = Random(0)
+    for _ in range(200):
+        sequences = [
+            TokenSequence.of_answer(
+                tuple(range(n := random.choice([1, 5, 40]))), (n,) * random.randint(1, 60)
+            )
+            for _ in range(random.randint(1, 9))
+        ]
+        lengths = [one.length for one in sequences]
+        tokens: int | None = random.randint(1, 300)
+        cut, cuts = partial(micro_batches, sequences, shared_prefix=share), []
+        while tokens is not None:
+            cuts.append(cut(tokens))
+            tokens = halved(tokens, lengths, cut)
+        assert all(one != other for one, other in pairwise(cuts))
+        assert all(len(members) == 1 for members in cuts[-1])
+
+
+LOWERED, ALLOWED = BudgetChange(5, 64, 32), BudgetChange(4, 64, 128, allowed=True)
+HALVED = BudgetChange(7, 128, 64)
+
+
+@pytest.mark.parametrize(
+    ("setting", "was", "recorded", "made"),
+    [
+        (64, None, [LOWERED], [LOWERED]),
+        (128, 64, [LOWERED], [ALLOWED]),
+        (128, 64, [ALLOWED, HALVED], [ALLOWED, HALVED]),
+        (256, 64, [ALLOWED, HALVED], [BudgetChange(4, 64, 256, allowed=True)]),
+        (64, None, [ALLOWED, HALVED], []),
+        (64, None, [LOWERED, ALLOWED, HALVED], [LOWERED]),
+        (128, None, [ALLOWED, HALVED], [ALLOWED, HALVED]),
+    ],
+)
+def test_changes_recorded_under_another_setting_are_not_made_again(
+    setting: int, was: int | None, recorded: list[BudgetChange], made: list[BudgetChange]
+) -> None:
+    """A run that goes on after update 4."""
+    budget = MicrobatchBudget(setting)
+    budget.go_on(4, recorded, was)
+    assert budget.changes == made
+    assert budget.at(4) == setting
 
 
 def test_within_an_optimiser_step_it_ends_too(

@@ -140,18 +140,13 @@ def compare(left: RunDirectory, right: RunDirectory, steps: range | None = None)
     def lines(name: str, key: Callable[[Line], Any], step_of: Callable[[Line], int] = _step) -> Any:
         return _lines(left.root / name, right.root / name, key, step_of, steps)
 
+    def graded(line: Line) -> Any:
+        return [line.get("weights_version"), line.get("prompts")]
+
     outcomes = [
         lines(left.digests.name, _step),
-        lines(
-            left.rewards.name,
-            lambda line: [line.get("weights_version"), line.get("prompts")],
-            _steps_of_gradings(left),
-        ),
-        lines(
-            left.answers.name,
-            lambda line: [line.get("weights_version"), line.get("prompts")],
-            _steps_of_gradings(left),
-        ),
+        lines(left.rewards.name, graded, _steps_of_gradings(left)),
+        lines(left.answers.name, graded, _steps_of_gradings(left)),
         lines(left.completions.name, lambda line: [_step(line), line.get("source")]),
         lines(left.metrics.name, lambda line: [_step(line), OF_AN_EVALUATION in line]),
         _checkpoints(left, right),
@@ -185,7 +180,7 @@ def _lines(
         same = unmatched[json.dumps(key(line))]
         if not line or not same:
             found.append((step, _alone(line, theirs, ours)))
-        elif what := first_difference(same.popleft()[1], line):
+        elif what := first_difference(_take(same, steps, line), line):
             found.append((step, what))
     left = [
         (step, _alone(line, ours, theirs))
@@ -199,6 +194,13 @@ def _lines(
     return f"{ours.name}: {_count(len(lines), 'line')} equal" if lines else None
 
 
+def _take(same: deque[tuple[int, Line]], steps: range | None, line: Line) -> Line:
+    """The line of the same key to compare one with.  What a resume has graded again stands there
+    twice; steps that are done again are those after it.
+    """
+    return (same.popleft() if steps is None or "step" in line else same.pop())[1]
+
+
 def _alone(line: Line, here: Path, there: Path) -> str:
     """What is wrong with a line that one file alone has."""
     return f"{there} has no such line{_prompt_of(line)}" if line else f"{here} has a damaged line"
@@ -209,8 +211,23 @@ def _with_steps(path: Path, step_of: Callable[[Line], int]) -> list[tuple[int, L
     found, step = list[tuple[int, Line]](), 0
     for line in read_lines(path):
         step = step_of(line) if line else step
-        found.append((step, line or {}))
+        found.append((step, _of_those_asked(line or {})))
     return found
+
+
+def _of_those_asked(line: Line) -> Line:
+    """A line of what tools have said without prompts of which none was asked: those that may begin
+    in a step depend on how many steps the run had then.
+    """
+    answers, prompts = line.get("answers"), line.get("prompts")
+    if not isinstance(answers, list) or not isinstance(prompts, list):
+        return line
+    asked = {str(answer[0][:2]) for answer in answers if _is_answer(answer)}
+    return line | {"prompts": [one for one in prompts if str(one) in asked]}
+
+
+def _is_answer(answer: Any) -> bool:
+    return isinstance(answer, list) and answer[:1] != [] and isinstance(answer[0], list)
 
 
 def _step(line: Line) -> int:

@@ -17,7 +17,6 @@ import torch
 from isobit.config.load import dump_config
 from isobit.config.recipes import Recipe, RunConfig
 from isobit.config.reward import RewardConfig
-from isobit.config.training import TrainingConfig
 from isobit.kernels.backend import back_end_of
 from isobit.kernels.sizes import Sizes
 from isobit.memory.cache_size import CARRIES, PAGES, cache_size_for
@@ -251,6 +250,7 @@ def _step_work(
     is_one_function = flow.exact and config.rollout.is_exact
     if config.training.old_log_probs != "recorded" and not is_one_function:
         work = replace(work, scored=(*scored, model))
+    budget = memory.tokens
     if cluster.rollouters:
         here = cluster.processes
         memory = plan_device_memory(plan, device, trainers, here, learns=False, card=card)
@@ -259,10 +259,10 @@ def _step_work(
     new = min(config.rollout.max_new_tokens, int(shape.max_positions - prompt))
     return replace(
         work,
-        sequences=training.prompts_per_step * training.samples_per_prompt,
+        sequences=training.prompts_per_step * training.samples_per_prompt + plan.replayed,
         length=prompt + new,
-        rows=rows_of_a_token(training, memory.tokens, prompt, new),
-        prompts=max(1, round(training.prompts_per_step * (1 - config.replay.fraction))),
+        rows=rows_of_a_token(training, budget, prompt, new, plan.replayed),
+        prompts=training.prompts_per_step,
         prompt_tokens=prompt,
         samples=training.samples_per_prompt,
         new_tokens=new,
@@ -288,15 +288,19 @@ def rounds_of(plan: AnyPlan, processes: int) -> tuple[int, int]:
     in which so many processes compute them.
     """
     training, longest = plan.training, plan.longest
-    batches = -(-_sequences(training) // max(1, microbatch_tokens(training, longest) // longest))
+    tokens = microbatch_tokens(training, longest, plan.replayed)
+    batches = -(-_sequences(plan) // max(1, tokens // longest))
     slots = training.slots
     rounds = sum(-(-len(range(slot, batches, slots)) // processes) for slot in range(slots))
     return batches, rounds
 
 
-def _sequences(training: TrainingConfig) -> int:
+def _sequences(plan: AnyPlan) -> int:
+    """Sequences of an update, at most."""
+    training = plan.training
     prompts = -(-training.prompts_per_step // training.updates_per_batch)
-    return prompts * training.samples_per_prompt
+    replayed = -(-plan.replayed // training.updates_per_batch)
+    return prompts * training.samples_per_prompt + replayed
 
 
 def describe_rounds(plan: AnyPlan, processes: int) -> Sequence[str]:
@@ -311,7 +315,7 @@ def describe_rounds(plan: AnyPlan, processes: int) -> Sequence[str]:
     idle = rounds * processes - batches
     return (
         f"processes: {processes}, each with its rows of every master, moment and gradient",
-        f"  micro-batches of an update, of {_sequences(plan.training):,} sequences of "
+        f"  micro-batches of an update, of {_sequences(plan):,} sequences of "
         f"{plan.longest:,} tokens: {batches:,}; rounds: {rounds:,}; "
         f"idle in {last}: {idle} of {slots * processes} processes, "
         f"{idle / (rounds * processes):.1%} of the time of all",
@@ -332,6 +336,7 @@ def _plan_main_memory(
         processes,
         plan.config.cluster.rollout_tp,
         plan.drawn,
+        plan.replayed,
     )
     if plan.samples_here:
         return estimate

@@ -337,9 +337,10 @@ def _step(config: RunConfig, shape: SpeedShape, prompt: float) -> StepWork:
     """A step of the recipe's size, with prompts of so many tokens and the longest answers."""
     training, rollout = config.training, config.rollout
     new = max(1, min(rollout.max_new_tokens, int(shape.config.max_positions - prompt)))
+    fresh = training.prompts_per_step * training.samples_per_prompt
     return StepWork(
         shape=shape,
-        sequences=training.prompts_per_step * training.samples_per_prompt,
+        sequences=fresh + config.replay.beside(fresh),
         length=prompt + new,
         recompute=training.recompute,
         prompts=training.prompts_per_step,

@@ -262,3 +262,7 @@ class ReplayConfig(Strict):
     """uniform: every completion is equally likely; advantage: in proportion to the size of its
     advantage, which leaves out zero-variance groups.
     """
+
+    def beside(self, fresh: int) -> int:
+        """Replayed completions that ``fraction`` asks for beside ``fresh`` ones."""
+        return round(fresh * self.fraction / (1 - self.fraction))

@@ -58,6 +58,12 @@ class PromptSampler:
             )
         self._go_to(state["epoch"], state["cursor"])
 
+    def give_again(self, count: int) -> None:
+        """Let the last ``count`` prompts come next."""
+        place = self._epoch * len(self._prompts) + self._cursor - count
+        if count:
+            self._go_to(*divmod(place, len(self._prompts)))
+
     def _go_to(self, epoch: int, cursor: int) -> None:
         self._epoch, self._cursor = epoch, cursor
         self._order = range(len(self._prompts))

@@ -16,6 +16,7 @@ import select
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from time import monotonic
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
@@ -93,15 +94,26 @@ class TurnAnswer:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> "TurnAnswer":
-        """Undo ``recorded``."""
-        failure = content["failure"]
+        """Undo ``recorded``.  Raises KeyError, TypeError and ValueError for other content."""
+        failure, opening = content["failure"], content.get("opening")
+        results = [(kind, text) for kind, text in content["results"]]
+        texts = [*chain.from_iterable(results), *(() if failure is None else failure)]
+        reward, turn_reward = content["reward"], content.get("turn_reward")
+        messages = opening if isinstance(opening, list) else []
+        if (
+            not all(isinstance(one, str) for one in texts)
+            or not all(isinstance(one, dict) for one in messages)
+            or not isinstance(opening, str | list | None)
+            or {type(reward), type(turn_reward)} - {int, float, type(None)}
+        ):
+            raise TypeError
         return cls(
-            tuple(Result(kind, text) for kind, text in content["results"]),
-            content.get("opening"),
-            content["reward"],
-            content.get("turn_reward"),
+            tuple(Result(kind, text) for kind, text in results),
+            opening,
+            reward,
+            turn_reward,
             None if failure is None else Failure(*failure),
-            is_over=content.get("over", False),
+            is_over=bool(content.get("over", False)),
         )
 
 

@@ -234,4 +234,5 @@ def _error_of(error: BaseException) -> list[str]:
     """The result that the model sees for an error; raises one that ends the process."""
     if isinstance(error, MemoryError | SystemExit):
         raise error
-    return ["error", str(error) if isinstance(error, ToolError) else failure_of(error).message]
+    is_told = isinstance(error, ToolError)
+    return ["error", str(error) if is_told else failure_of(error, with_place=False).message]

@@ -155,6 +155,8 @@ class DevicePlanner:
     """Tokens of the longest sequence that an engine can be asked for; by default the model's
     context.
     """
+    replayed: int = 0
+    """Sequences that a step learns from beside those that it samples, at most."""
 
     @property
     def planned(self) -> int:
@@ -168,7 +170,7 @@ class DevicePlanner:
         ever generated here. Raises ConfigError if it does not fit, with the largest setting that
         would.
         """
-        tokens = microbatch_tokens(training, longest)
+        tokens = microbatch_tokens(training, longest, self.replayed)
         needed = self.training_bytes(training, tokens, longest)
         refusal = Refusal(self, rollout, training, longest, GPUS)
         if sum(needed.values()) > self.planned:
@@ -199,7 +201,8 @@ class DevicePlanner:
         self, rollout: RolloutConfig | None, training: TrainingConfig, longest: int
     ) -> DevicePlan:
         """The plan of what does not fit, with a cache of the least size, to be shown."""
-        tokens, phase, pages = microbatch_tokens(training, longest), dict[str, int](), 0
+        tokens = microbatch_tokens(training, longest, self.replayed)
+        phase, pages = dict[str, int](), 0
         if rollout is not None:
             wanted = self.wanted_cache(rollout, longest)
             phase, pages = self.rollout_bytes(rollout, training) | {CACHE: wanted}, 1
@@ -284,7 +287,7 @@ class DevicePlanner:
     ) -> dict[str, int]:
         """Bytes by name while a frozen model scores, before a backward."""
         own = {} if model.stays else added_up([model], self.sizes)
-        attended = attended_tokens(training, tokens, longest)
+        attended = attended_tokens(training, tokens, longest, self.replayed)
         passing = model.scoring_bytes(self.sizes, tokens, longest, attended)
         return self.standing_bytes(training) | own | {"a forward that scores": passing}
 
@@ -292,7 +295,7 @@ class DevicePlanner:
         """Bytes by name in the backward of a micro-batch."""
         weights = self.standing_bytes(training)
         model, share = (self.shape, self.flow, self.sizes), self._share(training)
-        attended = attended_tokens(training, tokens, longest)
+        attended = attended_tokens(training, tokens, longest, self.replayed)
         passing = passing_bytes(
             *model, training.recompute, tokens, longest, share.made_by_head, attended
         )

@@ -180,17 +180,18 @@ def estimate_memory(
     processes: int = 1,
     rollout_tp: int = 1,
     drawn: int | None = None,
+    replayed: int = 0,
 ) -> MemoryEstimate:
     """The estimate for sequences of at most ``longest`` tokens on a back end of those sizes, beside
     ``frozen`` models, for so many processes on this machine, of which ``rollout_tp`` share an
-    engine. That can be asked for sequences of ``drawn`` tokens, by default the model's context.
-    Raises ConfigError if ``rollout`` gives the cache no page.
+    engine. That can be asked for sequences of ``drawn`` tokens, by default the model's context. A
+    step replays as many as ``replayed``. Raises ConfigError if the cache is given no page.
     """
     masters = [prod(sizes) for sizes in master_shapes(shape).values()]
     parameters = sum(masters)
-    tokens = microbatch_tokens(training, longest)
+    tokens = microbatch_tokens(training, longest, replayed)
     largest_forward = max(tokens, batched_tokens(rollout, sizes))
-    attended = attended_tokens(training, tokens, longest)
+    attended = attended_tokens(training, tokens, longest, replayed)
     limits = training.recompute, largest_forward, longest
     passing = passing_bytes(shape, flow, sizes, *limits, attended=attended)
     share, several = share_of(shape, processes), training.slots > 1
@@ -249,20 +250,23 @@ def _of_the_engine(
     return items + [MemoryItem(name, part, key) for name, part in parts.items()]
 
 
-def microbatch_tokens(training: TrainingConfig, longest: int) -> int:
-    """Tokens of the largest micro-batch: a sequence is never cut, and a step has only so many."""
-    return min(max(training.tokens_per_microbatch, longest), _step_tokens(training, longest))
+def microbatch_tokens(training: TrainingConfig, longest: int, replayed: int = 0) -> int:
+    """Tokens of the largest micro-batch: a sequence is never cut, and a step has only so many, of
+    which ``replayed`` come again from earlier steps.
+    """
+    most = _step_tokens(training, longest, replayed)
+    return min(max(training.tokens_per_microbatch, longest), most)
 
 
-def attended_tokens(training: TrainingConfig, tokens: int, longest: int) -> int:
+def attended_tokens(training: TrainingConfig, tokens: int, longest: int, replayed: int = 0) -> int:
     """Tokens of attention in a micro-batch of ``tokens`` rows; 0 where each has its own row."""
     if not training.shared_prefix:
         return 0
-    return min(TOKENS_A_ROW * tokens, _step_tokens(training, longest))
+    return min(TOKENS_A_ROW * tokens, _step_tokens(training, longest, replayed))
 
 
-def _step_tokens(training: TrainingConfig, longest: int) -> int:
-    return training.prompts_per_step * training.samples_per_prompt * longest
+def _step_tokens(training: TrainingConfig, longest: int, replayed: int) -> int:
+    return (training.prompts_per_step * training.samples_per_prompt + replayed) * longest
 
 
 def _each(processes: int, *items: MemoryItem) -> tuple[MemoryItem, ...]:

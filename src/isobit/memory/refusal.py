@@ -52,7 +52,7 @@ class Refusal:
     @property
     def tokens(self) -> int:
         """Tokens of the largest micro-batch that the recipe asks for."""
-        return microbatch_tokens(self.training, self.longest)
+        return microbatch_tokens(self.training, self.longest, self.planner.replayed)
 
     def of_training(self) -> str:
         """Training that does not fit, whatever the rollout does."""

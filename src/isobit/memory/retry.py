@@ -1,7 +1,7 @@
 """What runs out of memory in training is done again in smaller micro-batches.
 
     out of memory in a forward or backward      gradients dropped, memory given back, the budget
-                                                halved
+                                                halved, until each sequence is alone
     then                                        all samples of the update packed again, and the
                                                 update done from its beginning
 
@@ -14,13 +14,15 @@ the cut: it lowers the budget for itself alone.
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
 
 from isobit.config.training import OptimisationConfig
 from isobit.parallel.world import raised_on_all
-from isobit.training.budget import halved
+from isobit.records.packing import first_fit_decreasing
+from isobit.training.budget import Cut, halved
 from isobit.training.optimiser import advise_smaller_moments
 from isobit.training.trainer import Trainer
 from isobit.util.errors import IsobitError, OutOfMemoryError
@@ -49,21 +51,23 @@ def within_memory(
     lengths: Sequence[int],
     attempt: Callable[[int], Result],
     shorter: str = _SHORTER_SAMPLES,
+    cut: Cut | None = None,
 ) -> Result:
     """``attempt`` with the tokens a micro-batch of the trainer's next update, lowered for it and
     for all later ones until the memory suffices.
 
-    ``lengths`` are those of the sequences it packs, and ``shorter`` says how they get shorter.
-    Raises OutOfMemoryError where the longest alone is too much, and where the memory ran out after
-    the optimiser had begun to change weights.
+    ``lengths`` are those of the sequences it packs, ``cut`` says how (by default first-fit
+    decreasing), and ``shorter`` how they get shorter.  Raises OutOfMemoryError where one sequence
+    alone is too much, and where the memory ran out after the optimiser had begun to change weights.
     """
     budget, update = trainer.budget, trainer.updates
+    cut = cut or partial(first_fit_decreasing, lengths)
     before = budget.at(update)
     while isinstance(found := _try(trainer, attempt, budget.at(update)), _Failure):
         if not trainer.is_whole:
             middle = "it was in the middle of an update, of which nothing is kept"
             raise found.error("training", f"{middle}: {_advice(trainer.config, shorter)}")
-        tokens = halved(budget.at(update), lengths)
+        tokens = halved(budget.at(update), lengths, cut)
         if tokens is None:
             if budget.at(update) != before:
                 budget.set(
@@ -84,14 +88,16 @@ def measured_within_memory(
     attempt: Callable[[int], Result],
     phase: str,
     shorter: str = _SHORTER_SAMPLES,
+    cut: Cut | None = None,
 ) -> Result:
     """``attempt``, which takes no gradients and whose result does not depend on the cut, with
     ``tokens`` a micro-batch, or as many fewer as there is memory for.
 
-    Raises OutOfMemoryError, naming ``phase``, where the longest sequence alone is too much.
+    Raises OutOfMemoryError, naming ``phase``, where one sequence alone is too much.
     """
+    cut = cut or partial(first_fit_decreasing, lengths)
     while isinstance(found := _try(trainer, attempt, tokens), _Failure):
-        lowered = halved(tokens, lengths)
+        lowered = halved(tokens, lengths, cut)
         if lowered is None:
             raise found.error(phase, f"{_indivisible(trainer.config, lengths)}: {shorter}")
         tokens = lowered
@@ -113,7 +119,7 @@ def _try(trainer: Trainer, attempt: Callable[[int], Result], tokens: int) -> Res
 
 def _indivisible(config: OptimisationConfig, lengths: Sequence[int]) -> str:
     return (
-        f"one sequence of {max(lengths):,} tokens is a micro-batch, and smaller ones "
+        f"each micro-batch is one sequence, of at most {max(lengths):,} tokens, and smaller ones "
         f"(training.tokens_per_microbatch = {config.tokens_per_microbatch:,}) cannot be made"
     )
 

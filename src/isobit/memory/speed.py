@@ -417,15 +417,19 @@ class StepWork:
     """Models that score every token, the policy itself among them if it is asked once more."""
 
 
-def rows_of_a_token(training: TrainingConfig, budget: int, prompt: float, new: int) -> float:
+def rows_of_a_token(
+    training: TrainingConfig, budget: int, prompt: float, new: int, replayed: int = 0
+) -> float:
     """Rows of a token of a step whose micro-batches have ``budget`` rows; 1 where no prompt is
-    shared.
+    shared, as those of what is ``replayed`` are not.
     """
     if not training.shared_prefix:
         return 1.0
     samples = training.samples_per_prompt
     prompts = -(-samples // answers_within(budget, round(prompt), new))
-    return (prompts * prompt + samples * new) / (samples * (prompt + new))
+    fresh = training.prompts_per_step * samples
+    rows = training.prompts_per_step * (prompts * prompt + samples * new)
+    return (rows + replayed * (prompt + new)) / ((fresh + replayed) * (prompt + new))
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,18 +95,29 @@ def _turn_rewards(completions: Sequence[Completion]) -> Metrics:
     }
 
 
+def describe_failed_calls(completions: Sequence[Completion]) -> str | None:
+    """A line if tools were called and every one of them raised an error; None otherwise."""
+    episodes = [one.episode for one in completions if one.episode is not None]
+    results = [one for episode in episodes for behind in episode.results for one in behind]
+    told = [(kind, text) for kind, text in results if kind not in ("user", "malformed")]
+    if not told or any(kind != "error" for kind, _ in told):
+        return None
+    return f"all {len(told):,} calls of tools failed; the first was answered {told[0][1]!r:.300}"
+
+
 def describe_hidden(
     completions: Sequence[Completion],
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: Sequence[int],
 ) -> str | None:
-    """A line if completions hold special tokens, their last stop aside; None if none does."""
+    """A line if completions hold special tokens, the stops at the end of each turn aside; None if
+    none does.
+    """
     special, found = special_token_ids(tokenizer), list[int]()
     for one in completions:
-        ids = one.token_ids
-        ids = ids[:-1] if ids and ids[-1] in stop_token_ids else ids
-        if not special.isdisjoint(ids):
-            found.append(next(token for token in ids if token in special))
+        ends = {place for place in one.sequence.turn_ends if one.token_ids[place] in stop_token_ids}
+        rest = (token for place, token in enumerate(one.token_ids) if place not in ends)
+        found += [token for token in rest if token in special][:1]
     if not found:
         return None
     first = tokenizer.convert_ids_to_tokens(found)[0]

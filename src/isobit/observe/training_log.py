@@ -26,10 +26,10 @@ from isobit.observe.metrics import MetricsWriter, open_trackers
 from isobit.records.metrics import Metrics
 from isobit.records.rounding import are_level
 from isobit.records.text import Completion, Group
+from isobit.store.budget_record import write_change
 from isobit.store.directory import RunDirectory, completions_file, write_json
 from isobit.store.journals import positions
 from isobit.store.resume import Start
-from isobit.store.state import write_change
 from isobit.store.training_run import TrainingRun
 from isobit.training.budget import BudgetChange
 from isobit.util.clock import Clock

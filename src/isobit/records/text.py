@@ -93,6 +93,7 @@ class Episode:
     """The results of the calls after each turn: the kind (``ResultKind``) and the text of each."""
     failure: str = ""
     """The kind of the environment's failure, where there was one."""
+    failure_message: str = ""
     reward: float | None = None
     """The reward of the environment's own ``get_reward``; those of turns are in the sequence."""
     prompt: str = ""
@@ -110,6 +111,7 @@ class Episode:
             tuple(content["turns"]),
             results,
             content["failure"],
+            content.get("failure_message", ""),
             content["reward"],
             content["prompt"],
         )

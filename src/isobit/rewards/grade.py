@@ -6,9 +6,12 @@ A reward may return a number of Python, numpy or torch, or, as in verl, a dict w
 """
 
 import math
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any, TypeAlias
 
 from isobit.util.errors import escaped, shown
@@ -40,14 +43,30 @@ class Failure:
 Outcome: TypeAlias = float | Failure
 
 
-def failure_of(error: BaseException) -> Failure:
-    """The failure of a reward that raised, with a shortened message."""
+_ISOBIT = str(Path(__file__).resolve().parents[1])
+_LIBRARIES = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), _ISOBIT, "<")
+
+
+def failure_of(error: BaseException, with_place: bool = True) -> Failure:
+    """The failure of a user's function that raised, with a shortened message and, by default, the
+    line of the user's code that was executed last.
+    """
     kind = type(error).__name__[:100]
     try:
         message = f"{kind}: {error}"
     except Exception as another:  # raised by the exception's own method
         message = f"{kind}, whose text raises {type(another).__name__:.100}"
-    return Failure(kind, message[:2000])
+    return Failure(kind, message[:1800] + (_place_of(error) if with_place else ""))
+
+
+def _place_of(error: BaseException) -> str:
+    """The deepest frame that is neither a library's nor Isobit's; empty if there is none."""
+    frames = [
+        f" ({Path(frame.f_code.co_filename).name}:{line}, in {frame.f_code.co_name})"
+        for frame, line in walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith(_LIBRARIES)
+    ]
+    return frames[-1][:200] if frames else ""
 
 
 def outcome_of(value: Any) -> Outcome:

@@ -14,21 +14,26 @@ overwrite them. Until then they are keys beyond the length of every row that is 
 weight is 0.
 
 **How many.** Of a sample's j-th guess the chance of being accepted is a^j, where a is the rate at
-which the table has foretold the sample's last tokens, whether these were guessed or not. The
-likeliest guesses of all samples stand in a step, as many as give the most expected tokens a second
-by the device's times of steps (``StepTimes``); none where that is no more than without any. A step
-with guesses has to be waited for. What that costs, what share of the guesses that were expected to
-be accepted were, and what steps without guesses take are learnt from the engine's own steps, two of
+which the table has foretold the sample's last tokens, whether these were guessed or not. In a step
+stand those guesses, and as many, that let all samples go on fastest: by the geometric mean of their
+expected tokens a second, since a rollout lasts until its slowest sample has ended; none where that
+is no more than without any. Seconds are those of the device's steps (``StepTimes``). A step with
+guesses has to be waited for. What that costs, what share of the guesses that were expected to be
+accepted were, and what steps without guesses take are learnt from the engine's own steps, two of
 them by a clock; so the number of guesses depends on it, and nothing else does. Only guesses that
 stand in a plan count. Steps without guesses are timed first, and again after as much time as 400 of
 them take, in which others had guesses; what guesses bring is forgotten while there are none.
+
+Whatever is estimated and learnt, guesses have a budget of three steps and 2% of the time: what
+steps that were waited for took longer than steps without guesses would have for as many tokens.
+Where it is spent there are no guesses until time has passed.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
-from math import inf, log
+from math import exp, inf, log, log1p
 from operator import mul, neg, truediv
 from typing import Protocol
 
@@ -41,8 +46,8 @@ NEW_SHARES = [1 - 0.85**count for count in range(100)]
 LONGEST_REST = 31
 """Steps for which nothing is looked up, at most."""
 LOOKED_UP = 0.25
-"""A guess is looked up in the next step if its chance is at least this share of that of the least
-likely guess that was worth it; where all were worth it, of the chance that was asked for.
+"""A guess is looked up in the next step if its chance is at least this share of what the least one
+that was worth it gained; where all were worth it, of the chance that was asked for.
 """
 LENGTHS = 64
 """Tokens of a sequence in which the times of steps are taken to be equal."""
@@ -62,6 +67,10 @@ TIMED_AGAIN, TIMED_SOON = 400.0, 100.0
 """The time in steps with guesses after which others are timed again, in such steps, and the same
 where what they take was last a mean: guesses that are kept by what once was slow cost no more, and
 where they are worth it this costs 1%.
+"""
+BUDGET, REFILL = 3.0, 0.02
+"""Steps without guesses that guesses may cost, and the share of the time that is added to that; for
+each power of two of the samples.
 """
 LEAST, MOST = 1 / 8, 2.0
 """Multiples of the estimate, from which guesses can become dear again, and how many times what is
@@ -104,6 +113,7 @@ class _Learnt:
     cost: float = 1.0  # what guesses cost
     accepted: float = 1.0  # guesses that were accepted
     plain: float = 1.0  # what steps without guesses take
+    budget: float = BUDGET  # of such steps, that guesses may still cost
     timed: int = 0  # of these, since they are timed again
     withheld: int = WITHHELD  # steps that may still be without guesses so that these are timed
     spent: float = 0.0  # by steps with guesses meanwhile, in steps without
@@ -114,7 +124,11 @@ class _Learnt:
         self.accepted += share * (1 - self.accepted)
 
     def withholds(self) -> bool:
-        """Whether the next step goes without guesses, so that such steps are timed."""
+        """Whether the next step goes without guesses, because they have cost too much, or so that
+        such steps are timed.
+        """
+        if self.budget <= 0:
+            return True
         if self.timed >= TIMED or not self.withheld:
             return False
         self.withheld -= 1
@@ -148,6 +162,7 @@ class _Planned:
     plain_s: float  # without guesses, by estimate
     device_s: float  # by estimate
     expected: float  # guesses to be accepted; 0 where it has none
+    was_waited_for: bool  # the step before, so that this one could have guesses
 
 
 class Drafter:
@@ -173,15 +188,15 @@ class Drafter:
         self._began = 0.0
         """When the last step was planned."""
         self._planned: _Planned | None = None
-        self._waits = False
-        """Whether the tokens in flight are waited for."""
+        self._waits = self._has_waited = False
+        """Whether the tokens in flight are waited for, and those in front of this plan were."""
         self._flowing = 0
         """Steps without guesses in a row, each planned while the one before was computed."""
 
     def is_worth_waiting(
         self,
         running: Sequence[Sample],
-        rooms: Callable[[Sequence[Sample]], Sequence[int]] | None = None,
+        rooms: Callable[[Sequence[Sample]], Sequence[int]],
     ) -> bool:
         """Whether guesses behind these samples, for as many as there is room, are expected to be
         worth it that the tokens in flight are waited for first.
@@ -192,7 +207,7 @@ class Drafter:
         if not 0 < len(running) < SPECULATED_ROWS:
             return False
         self.note(*running)
-        if self._learns and self._of(running).withholds():
+        if self._withholds(running):
             return False
         is_worth = self._is_worth_waiting(running, rooms)
         self._last_rest = 0 if is_worth else min(LONGEST_REST, 2 * self._last_rest + 1)
@@ -213,13 +228,26 @@ class Drafter:
         waits, self._waits = self._waits, False
         is_plain = planned is not None and not planned.expected and not waits
         self._flowing = self._flowing + 1 if is_plain else 0
+        self._has_waited = waits or (planned is not None and planned.expected > 0)
         if planned is None:
             return
         seconds, learnt = self._began - began if began else 0.0, self._of(planned.samples)
+        if self._learns:
+            self._charge(learnt, planned, seconds)
         if planned.expected:
             self._learn(learnt, planned, seconds)
         elif seconds and self._flowing > 1:
             learnt.time(seconds / planned.device_s)
+
+    def _charge(self, learnt: _Learnt, planned: _Planned, seconds: float) -> None:
+        """Take from the budget what a step, which took so long, has cost."""
+        known_s = max(1.0, learnt.plain) * planned.device_s + self._wait_s(planned.samples)
+        steps = min(seconds, MOST * known_s) / (learnt.plain * planned.plain_s)
+        learnt.budget += REFILL * steps
+        if steps and (planned.expected or planned.was_waited_for):
+            drawn = sum(map(_tokens, planned.samples)) - planned.tokens
+            learnt.budget += drawn / len(planned.samples) - steps
+        learnt.budget = min(learnt.budget, BUDGET)
 
     def _learn(self, learnt: _Learnt, planned: _Planned, seconds: float) -> None:
         """What the guesses of a step, which took so long, have brought and cost."""
@@ -248,12 +276,18 @@ class Drafter:
             (device_s,) = self._seconds_of(rows, rows, length) if drafts else (plain_s,)
             tokens = sum(map(_tokens, decoding))
             expected = sum(sum(_chances(rate, count, 1.0)) for rate, count in drafts)
-            self._planned = _Planned(decoding, tokens, plain_s, device_s, expected)
+            self._planned = _Planned(
+                decoding, tokens, plain_s, device_s, expected, self._has_waited
+            )
 
     @property
     def _learns(self) -> bool:
         times = self._times
         return bool(times.now() and (times.wait_s or times.host_s))
+
+    def _withholds(self, decoding: Sequence[Sample]) -> bool:
+        """Whether the next step goes without guesses, though they might be worth it."""
+        return self._learns and self._of(decoding).withholds()
 
     def _of(self, samples: Sequence[Sample]) -> _Learnt:
         return self._learnt[len(samples).bit_length()]
@@ -261,7 +295,7 @@ class Drafter:
     def _is_worth_waiting(
         self,
         running: Sequence[Sample],
-        rooms: Callable[[Sequence[Sample]], Sequence[int]] | None,
+        rooms: Callable[[Sequence[Sample]], Sequence[int]],
     ) -> bool:
         rows, length = len(running), max([sample.length for sample in running])
         wait_s, learnt = self._wait_s(running), self._of(running)
@@ -270,7 +304,7 @@ class Drafter:
         if (rows + accepted) * learnt.plain * now <= rows * (later + wait_s):
             return False  # not even if every guess cost as little as one
         rates, foretold = zip(*((one.acceptance, one.foretold) for one in running), strict=True)
-        most = [min(room, self.most) for room in rooms(running)] if rooms else [self.most] * rows
+        most = [min(room, self.most) for room in rooms(running)]
         return any(self._counts(rates, most, running, foretold, wait_s))
 
     def drafts(
@@ -282,8 +316,7 @@ class Drafter:
         if not 0 < len(decoding) < SPECULATED_ROWS:
             return [()] * len(samples)
         self.note(*samples)
-        learnt = self._of(decoding)
-        if self._learns and learnt.withholds():
+        if self._withholds(decoding):
             return [()] * len(samples)
         found = [
             self.draft(sample, min(room, self._worth(sample)))
@@ -294,7 +327,7 @@ class Drafter:
         most = list(map(len, found))
         counts = self._counts(rates, most, decoding, wait_s=wait_s)
         if not any(counts):
-            learnt.forget(SLOWLY_FORGOTTEN)
+            self._of(decoding).forget(SLOWLY_FORGOTTEN)
         return [draft[:count] for draft, count in zip(found, counts, strict=True)]
 
     def _wait_s(self, samples: Sequence[Sample]) -> float:
@@ -334,39 +367,34 @@ class Drafter:
             wait_s: what a step with guesses takes longer.
         """
         rows, foretold, learnt = len(decoding), foretold or [1.0] * len(rates), self._of(decoding)
-        runs = map(_chances, rates, most, foretold)
-        likeliest = sorted(chain.from_iterable(runs), reverse=True)
-        del likeliest[SPECULATED_ROWS - rows :]
-        if not likeliest:
+        runs = list(map(_gains, rates, most, foretold))
+        gains = sorted(chain.from_iterable(runs), reverse=True)
+        del gains[SPECULATED_ROWS - rows :]
+        if not gains:
             self._least *= LOOKED_UP
             return [0] * len(most)
         length = max([sample.length for sample in decoding])
-        seconds = self._seconds_of(rows, rows + len(likeliest), length)
+        seconds = self._seconds_of(rows, rows + len(gains), length)
         if wait_s:
             seconds[0] *= learnt.plain
             seconds[1:] = [one + wait_s for one in seconds[1:]]
-        expected = accumulate(likeliest, initial=0.0)
-        tokens = [rows + learnt.accepted * one for one in expected]
-        gained = list(map(truediv, tokens, seconds))
-        best = gained.index(max(gained))
+        logs = accumulate([log1p(learnt.accepted * gain) for gain in gains], initial=0.0)
+        speeds = [exp(one / rows) / step_s for one, step_s in zip(logs, seconds, strict=True)]
+        best = speeds.index(max(speeds))
         if best == sum(most):
             self._least *= LOOKED_UP
             return list(most)
-        least = likeliest[max(0, best - 1)]
+        least = gains[max(0, best - 1)]
         self._least = LOOKED_UP * least
         if not best:
             return [0] * len(most)
-        equal = best - bisect_left(likeliest, -least, key=neg)
-        """Of those with the least chance, how many to take."""
+        equal = best - bisect_left(gains, -least, key=neg)
+        """Of those that gain the least, how many to take."""
         counts = list[int]()
-        for rate, its, chance in zip(rates, most, foretold, strict=True):
-            count, chance = 0, chance * rate
-            while count < its and chance >= least:
-                if chance == least:
-                    if not equal:
-                        break
-                    equal -= 1
-                count, chance = count + 1, chance * rate
+        for run in runs:
+            count = bisect_left(run, -least, key=neg)
+            if equal and count < len(run) and run[count] == least:
+                count, equal = count + 1, equal - 1
             counts.append(count)
         return counts
 
@@ -430,3 +458,9 @@ def _chances(rate: float, count: int, foretold: float) -> Iterable[float]:
     if rate <= 0 or not count:
         return ()
     return accumulate(repeat(rate, count - 1), mul, initial=foretold * rate)
+
+
+def _gains(rate: float, count: int, foretold: float) -> list[float]:
+    """The share that each of ``count`` guesses adds to the expected tokens of its sample so far."""
+    chances = list(_chances(rate, count, foretold))
+    return list(map(truediv, chances, accumulate(chances, initial=1.0)))

@@ -125,7 +125,7 @@ class OpenEpisode:
     results: list[tuple[tuple[str, str], ...]] = field(default_factory=list)
     turn_rewards: list[float | None] = field(default_factory=list)
     """Rewards of the turns that called tools; None where the environment failed."""
-    failure: str = ""
+    failure: Failure | None = None
     reward: float | None = None
     seconds: float = 0.0
     is_over: bool = False
@@ -408,13 +408,13 @@ class Episodes:
             if answer.is_over and episode.finish_reason == "turns":
                 episode.finish_reason = "stop"
             episode.reward = answer.reward
-            episode.failure = episode.failure or (answer.failure.kind if answer.failure else "")
+            episode.failure = episode.failure or answer.failure
             self._close(handle)
             return
         if not episode.is_opening:
             episode.turn_rewards.append(answer.turn_reward)
         if answer.failure is not None:
-            episode.failure = answer.failure.kind
+            episode.failure = answer.failure
             self._finish(handle, "time" if answer.failure.kind == "deadline" else "failed")
             return
         if episode.is_opening:
@@ -426,7 +426,8 @@ class Episodes:
             else self._visible_results(episode.parsed, answer.results)
         )
         if results is None:
-            episode.failure, episode.turn_rewards[-1] = "flood", None
+            episode.failure = Failure("flood", "it answered other calls than the model made")
+            episode.turn_rewards[-1] = None
             self._finish(handle, "failed")
             return
         episode.results.append(tuple((result.kind, result.text) for result in results))
@@ -508,12 +509,14 @@ class Episodes:
 
     def _close(self, handle: Handle) -> None:
         episode = self._open.pop(handle)
+        failure = episode.failure or Failure("", "")
         self._engine.abort([handle])
         self._environments.end(self._name(handle))
         record = Episode(
             tuple(episode.turns),
             tuple(episode.results),
-            episode.failure,
+            failure.kind,
+            failure.message,
             episode.reward,
             episode.prompt,
         )

@@ -120,9 +120,12 @@ class RemoteSamples:
         self._check(list(asked.values()))
         self._begin_period()
         prompts = {name: SharedPrompt(one, max_pages=0) for name, one in asked.items()}
+        samples = list[Sample]()
         for handle, completion in half_done.items():
             sample = self._make(prompts[handle.prompt_id, handle.visit], handle.sample)
             sample.take_up(completion)
+            samples.append(sample)
+        for sample in samples:
             self._take_on(sample)
 
     def _make(self, prompt: SharedPrompt, index: int) -> Sample:

@@ -273,8 +273,7 @@ class Scheduler:
                 sample
             ):  # only if it is alone: a prompt held for others has what it needs
                 self._make_room()
-            if sample.remaining == 0:
-                assert last is not None, "a sample that goes on has tokens to put in"
+            if parked is None and last is not None and sample.length == sample.prompt.length:
                 fresh.append((sample, last))
         self._copy_pages()
         return fresh

@@ -28,7 +28,7 @@ from isobit.memory.cache_size import PageAllocator, Parked
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, FinishReason
 from isobit.rollout.requests import Handle, Request
-from isobit.util.errors import DataError, IsobitError, shown
+from isobit.util.errors import DataError, IsobitError, RequestError, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -491,8 +491,15 @@ class Sample(CachedTokens):
     def take_up(self, half_done: Completion) -> None:
         """Go on from what was drawn before, by another engine or in earlier turns, and from what
         tools have said behind these; stop strings are looked for in the turn that is not done.
+        Raises RequestError where it may have no further token.
         """
         begin, sequence = len(self.prompt.tokens), half_done.sequence
+        if sequence.length >= self.max_length:
+            raise RequestError(
+                f"sample {self.handle.sample} of prompt {self.handle.prompt_id!r} has "
+                f"{sequence.length} tokens with its prompt, and may have {self.max_length}: "
+                "nothing can be drawn for it; go on with the max_new_tokens that it began with"
+            )
         self.tokens.extend(sequence.token_ids[begin:].tolist())
         self.given = sequence.given_from(begin)
         self.drawn = sequence.response_length if sequence.drawn is None else sequence.drawn

@@ -11,7 +11,7 @@
 A rank that fails, or is told to stop, says so; all leave, and all raise.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from time import perf_counter, sleep
 from typing import Any
@@ -194,12 +194,34 @@ class SharedGroups:
                             queue.stop()
                         return places
                     is_new = False
+                    self._check_choosable(whole)
+                self._check_live()
                 next_look = perf_counter() + _LOOK_S
             self.open.turn()
             if not self.open.num_live and world.size > 1:
                 with world.pulse.waiting("samples"):
                     sleep(_LOOK_S)
             watch()
+
+    def _check_choosable(self, whole: Collection[int]) -> None:
+        """Raise CheckpointError where all groups that may begin are whole, and none was chosen."""
+        if len(self._dealt) >= self._limit and len(whole) >= self._first + self._limit:
+            raise CheckpointError(
+                f"all {len(whole)} groups that may begin are whole, and a step can learn from none "
+                "of them: the open groups of the checkpoint are not of this run's schedule"
+            )
+
+    def _check_live(self) -> None:
+        """Raise CheckpointError where a group of this rank will never be whole."""
+        if self.open.num_live:
+            return
+        for group in self.groups:
+            if group.group is None and group.home == self._world.rank:
+                raise CheckpointError(
+                    f"prompt {group.name[0]!r} has {len(group.samples)} of "
+                    f"{group.request.samples} samples, and nothing is drawn for it: the open "
+                    "groups of the checkpoint are not of this run's settings"
+                )
 
     def _whole_here(self, graded: bool) -> set[int]:
         """The places of this rank's whole groups; only of graded ones, as long as it draws."""

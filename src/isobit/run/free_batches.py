@@ -28,7 +28,7 @@ from isobit.environments.pool import AnswerLog
 from isobit.parallel.world import World, run_on_all
 from isobit.records.schedule import Name, Schedule
 from isobit.records.sequence import TokenSequence
-from isobit.records.text import Group, Prompt
+from isobit.records.text import Completion, Group, Prompt
 from isobit.records.wire import completions_of, completions_value
 from isobit.rollout.carried_episodes import CarriedEpisodes
 from isobit.rollout.engine import RolloutEngine
@@ -38,8 +38,9 @@ from isobit.rollout.open_groups import OpenGroup, cut
 from isobit.rollout.requests import Request
 from isobit.rollout.shared_groups import SharedGroups
 from isobit.run.grading import RecordedGrading
-from isobit.run.pending import message_tensor, prompt_of, spread, value_of
+from isobit.run.pending import check_prompt, message_tensor, prompt_of, spread, value_of
 from isobit.store.schedule_record import ScheduledStep, ScheduleRecord
+from isobit.store.training_run import Dropped
 from isobit.store.waiting_writer import WaitingWriter
 from isobit.training.token_count import check_counted
 from isobit.util.terminal import say
@@ -308,13 +309,19 @@ class FreeBatches:
 
     def restore(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Go on with these groups.  Raises CheckpointError for one of other prompts."""
+        if not any(lengths for *_, lengths in state["groups"]):
+            tensors = {}  # without groups, or of such that begin again
         message = tensors.get("samples")
         found = [] if message is None else completions_of(value_of(message))
         samples = iter(found)
         groups: list[OpenGroup] = []
         for name, visit, begun_after, lengths in state["groups"]:
-            request = replace(self._like, prompt=prompt_of(self._prompts, name), visit=visit)
-            group = OpenGroup(request, begun_after, {i: next(samples) for i in range(len(lengths))})
+            prompt = prompt_of(self._prompts, name)
+            request = replace(self._like, prompt=prompt, visit=visit)
+            kept = [next(samples) for _ in lengths]
+            if self.episodes is None:
+                check_prompt(prompt, kept)
+            group = OpenGroup(request, begun_after, dict(enumerate(kept or undrawn(request))))
             if not group.close_if_whole():
                 group.home = -1  # any rank
             groups.append(group)
@@ -328,6 +335,28 @@ class FreeBatches:
         if self.episodes is not None and "episodes" in tensors:
             self.episodes.restore(value_of(tensors["episodes"])["episodes"])
         self._keep(groups)
+
+    can_regrade = True
+
+    def regrade(self) -> None:
+        """Nothing: a group is graded, or again, when a step learns from it."""
+
+    def dropped(
+        self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], step: int, again: bool
+    ) -> Dropped:
+        """All samples.  ``again`` leaves the groups open, to be begun by the weights of now: steps
+        may have learnt from prompts between theirs.
+        """
+        groups = state["groups"]
+        left = [[name, visit, step, []] for name, visit, *_ in groups] if again else []
+        counts = [count for *_, lengths in groups for count in lengths]
+        return Dropped({**state, "groups": left}, len(counts), sum(counts), 0)
+
+
+def undrawn(request: Request) -> list[Completion]:
+    """The samples of a group before anything is drawn for them."""
+    bare = TokenSequence.of_answer(request.prompt.token_ids, ())
+    return [Completion(bare, "", "aborted")] * request.samples
 
 
 def _raise_first(errors: Sequence[BaseException]) -> None:

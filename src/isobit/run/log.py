@@ -6,7 +6,7 @@ run that learns nothing for several steps says so, and can stop (``check.on_no_s
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from isobit.observe.console import (
     time_left,
 )
 from isobit.observe.evaluation import EvalResult
-from isobit.observe.group_metrics import describe_hidden, group_metrics
+from isobit.observe.group_metrics import describe_failed_calls, describe_hidden, group_metrics
 from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.parallel.world import raised_on_all
 from isobit.records.metrics import METRICS, Metrics, listed
@@ -241,7 +241,8 @@ class RlLog(TrainingLog[EvalResult]):
         self._warnings: list[str] = []
         """Warnings of the step, until its line has been printed."""
         self._reasons: Counter[str] = Counter()
-        self._has_noted_hidden = False
+        self._noted = set[Callable[..., str | None]]()
+        """What was said once."""
         self._digests: LineFile | None = None
         self._left: StateDigest | None = None
         super().__init__(run, start, console, clock)
@@ -316,15 +317,18 @@ class RlLog(TrainingLog[EvalResult]):
         self._console.notes(_notes(grades, trained, self._watch.steps))
         return metrics
 
-    def note_hidden(self, groups: Sequence[Group]) -> None:
-        """Say once that rewards do not see all that was sampled."""
-        sampling = self._sampling
-        if self._has_noted_hidden or sampling.special_tokens:
-            return
+    def note_once(self, groups: Sequence[Group]) -> None:
+        """Say once that rewards do not see all that was sampled, and that no tool works."""
         completions = [one for group in groups for one in group.completions]
-        note = describe_hidden(completions, self._run.model.tokenizer, sampling.stop_token_ids)
-        self._has_noted_hidden = note is not None
-        self._console.notes([] if note is None else [note])
+        self._note_once(describe_failed_calls, completions)
+        sampling, tokenizer = self._sampling, self._run.model.tokenizer
+        if not sampling.special_tokens:
+            self._note_once(describe_hidden, completions, tokenizer, sampling.stop_token_ids)
+
+    def _note_once(self, describe: Callable[..., str | None], *of: Any) -> None:
+        if describe not in self._noted and (note := describe(*of)) is not None:
+            self._noted.add(describe)
+            self._console.notes([note])
 
     def inspect(self, findings: Findings) -> None:
         """Look at what a step has found before it learns; warnings are printed behind its line.

@@ -39,6 +39,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 from typing import Any, TypeAlias
 
@@ -103,6 +104,7 @@ def take_step(opened: OpenRlRun, step: int) -> StepDigests:
     """
     run, log = opened.run, opened.log
     run.calibrate_if_due()  # before the first step, where it was not evaluated
+    run.pending.grade(partial(graded, run))  # after a resume with another reward
     with sampling(run, log, step), opened.learning():
         log.check_state()
         batch = next_batch(run, log)
@@ -113,7 +115,7 @@ def take_step(opened: OpenRlRun, step: int) -> StepDigests:
     run.pending.end_step(step)
     run.calibrate_if_due()
     log.step(step, batch, run.pending.take_engine(), trained, digests, estimated)
-    log.note_hidden(batch.groups)
+    log.note_once(batch.groups)
     opened.end_step(step)
     log.check_step()
     opened.evaluate_if_due(step)
@@ -277,8 +279,8 @@ def rollout(run: RlRun, count: int) -> GradedBatch:
     return GradedBatch(groups[:count], grades, stats)
 
 
-def graded(run: RlRun, groups: Sequence[Group], ranks: Sequence[int]) -> GradeStats:
-    """Fill the rewards of groups, which these ranks have begun to grade."""
+def graded(run: RlRun, groups: Sequence[Group], ranks: Sequence[int] | None = None) -> GradeStats:
+    """Fill the rewards of groups, which these ranks have begun to grade, or none has."""
     with run.clock("grading"), run.console.busy("grading"):
         return run.grading(groups, ranks)
 

@@ -67,7 +67,7 @@ class OpenRun(Generic[AnyRun, Log]):
     def __init__(self, run: AnyRun, log: Log, start: Start) -> None:
         """``log`` has opened the directory.  To be entered for the steps of the run."""
         self.run, self.log = run, log
-        self._steps_before = start.step
+        self._steps_before, self._end = start.step, start.end
         self.checkpoints = CheckpointKeeper(
             run,
             start,
@@ -130,7 +130,10 @@ class OpenRun(Generic[AnyRun, Log]):
             self.checkpoints.save_now()
 
     def save_model(self) -> None:
-        """Write the policy as a model folder in the run's directory."""
+        """The last step is done: write the policy as a model folder in the run's directory, and
+        cut what is recorded of steps that the run has not.
+        """
+        self._end()
         self.checkpoints.save_model()
 
     def _write_card(self, folder: Path) -> None:

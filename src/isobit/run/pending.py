@@ -22,20 +22,23 @@ its seconds stay with the step that sampled.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from isobit.parallel.world import decode, encode
 from isobit.records.metrics import Metrics
 from isobit.records.schedule import Schedule
 from isobit.records.sequence import TokenSequence
-from isobit.records.text import Group, Prompt
-from isobit.records.wire import groups_of, groups_value
+from isobit.records.text import Completion, Group, Prompt
+from isobit.records.wire import completions_of, groups_of, groups_value
+from isobit.rewards.grading import Grading
 from isobit.rewards.tally import GradeStats
 from isobit.rollout.engine_stats import EngineStats
+from isobit.store.training_run import Dropped
 from isobit.training.advantage_estimator import scores_by_policy, with_old_columns
 from isobit.training.comparison import ComparedTokens, Comparison
 from isobit.training.step import Findings, StepMetrics
@@ -93,9 +96,15 @@ def pending_bytes(completions: int, tokens: int) -> int:
 class Pending:
     """The queue of batches, and its state in checkpoints (``isobit.store.training_run.Extra``)."""
 
-    def __init__(self, schedule: Schedule, prompts: Mapping[str, Prompt]) -> None:
-        """``prompts`` are all that the run learns from, by id."""
-        self._schedule, self._prompts = schedule, prompts
+    def __init__(
+        self, schedule: Schedule, prompts: Mapping[str, Prompt], can_regrade: bool = True
+    ) -> None:
+        """``prompts`` are all that the run learns from, by id.  Of greedy samples, which belong to
+        a batch, only the reward is kept: with them it cannot be graded again.
+        """
+        self._schedule, self._prompts, self.can_regrade = schedule, prompts, can_regrade
+        self._ungraded = False
+        """Whether what waits has rewards of before."""
         self._waiting: deque[GradedBatch] = deque()
         self._first = 1
         """The step that learns from the front of the queue."""
@@ -183,10 +192,33 @@ class Pending:
             self.batch_of(value_of(tensors[f"batch_{number}"])) for number in numbers
         )
 
+    def regrade(self) -> None:
+        self._ungraded = True
+
+    def grade(self, grading: Grading) -> None:
+        """Grade what waits again, where it has rewards of before.  Raises as ``grading`` does."""
+        if self._ungraded:
+            self._waiting = deque(_graded_again(batch, grading) for batch in self._waiting)
+            self._ungraded = False
+
+    def dropped(
+        self, state: Mapping[str, int], tensors: Mapping[str, torch.Tensor], step: int, again: bool
+    ) -> Dropped:
+        """All batches: others are sampled in the next step."""
+        batches = [value_of(tensors[name]) for name in tensors]
+        samples = [one for batch in batches for one in completions_of(batch["groups"])]
+        prompts = sum(len(one["groups"]["groups"]) + one["dropped_groups"] for one in batches)
+        tokens = sum(sample.length for sample in samples)
+        return Dropped({**state, "count": 0}, len(samples), tokens, prompts if again else 0)
+
     def batch_of(self, value: Mapping[str, Any]) -> GradedBatch:
+        """The batch of ``batch_value``.  Raises CheckpointError for one of other prompts."""
         comparison = value["comparison"]
+        groups = groups_of(value["groups"], lambda name: prompt_of(self._prompts, name))
+        for group in groups:
+            check_prompt(group.prompt, group.completions)
         return GradedBatch(
-            groups_of(value["groups"], lambda name: prompt_of(self._prompts, name)),
+            groups,
             GradeStats(**value["grades"]),
             EngineStats(),
             value["refills"],
@@ -216,6 +248,25 @@ def prompt_of(prompts: Mapping[str, Prompt], name: str) -> Prompt:
             "learns from; resume with the same data files"
         )
     return prompts[name]
+
+
+def _graded_again(batch: GradedBatch, grading: Grading) -> GradedBatch:
+    groups = [replace(group, rewards=[], reward_parts={}) for group in batch.groups]
+    return replace(batch, groups=groups, grades=grading(groups))
+
+
+def check_prompt(prompt: Prompt, completions: Iterable[Completion]) -> None:
+    """Raise CheckpointError for a sample that does not begin with the tokens of its prompt.  Not
+    of an environment, which may have opened it.
+    """
+    expected = np.asarray(prompt.token_ids)
+    for completion in completions:
+        found = completion.sequence.token_ids[: len(expected)]
+        if completion.episode is None and not np.array_equal(found, expected):
+            raise CheckpointError(
+                f"a sample that waits was drawn for another prompt than {prompt.id} is now: its "
+                "first tokens are others; resume with the same data files and the same tokenizer"
+            )
 
 
 def batch_value(batch: GradedBatch) -> dict[str, Any]:

@@ -94,6 +94,14 @@ class Plan(Generic[Config, Data]):
         return max([self.longest, *(one.max_length(context) for one in asked)])
 
     @property
+    def replayed(self) -> int:
+        """Completions of earlier steps that a step learns from beside its own, at most."""
+        if not isinstance(self.config, RunConfig):
+            return 0
+        fresh = self.training.prompts_per_step * self.training.samples_per_prompt
+        return self.config.replay.beside(fresh)
+
+    @property
     def generates(self) -> bool:
         """Whether there is an engine: completions are wanted where a reward grades them."""
         return self.config.reward is not None
@@ -176,6 +184,7 @@ def plan_device_memory(
         config.cluster.rollout_tp,
         _can_share(config),
         plan.drawn,
+        plan.replayed if learns else 0,
     )
     device_plan = planner.plan(rollout, training, plan.longest)
     host = {name: here * size for name, size in device_plan.host.items()}

@@ -114,7 +114,7 @@ class RlRun(Run[RunConfig, RlData]):
             self.engine.release()  # it is asked for nothing
         self.reference = load_reference(config, policy, self.model.folder) if learns else None
         schedule = schedule_of(config)
-        self.pending = Pending(schedule, plan.data.train)
+        self.pending = Pending(schedule, plan.data.train, not plan.algorithm.needs_greedy)
         is_free = config.asynchrony.max_staleness is not None
         self.free_batches = self._free_batches(schedule, around, learns) if is_free else None
         """Draws the groups of a recorded schedule; None where it is written beforehand."""

@@ -43,10 +43,37 @@ MAY_CHANGE = {
     "data.epochs": "it sets training.steps, which is compared",
     "data.streaming": "where the prompts lie changes none of them",
     "training.steps": "with the constant schedule and no warmup_ratio, and not below the steps "
-    "already done",
+    "already done; with async.lag not where more steps would have sampled more ahead",
 }
 """Keys or whole tables, with the reason."""
+DRAWN_BY = {
+    "seed": "the noise, and the order of the prompts",
+    "precision": "the function that draws",
+    "lora": "likewise",
+    "model.config": "likewise",
+    "model.tokenizer": "where a stop string ends an answer",
+    "model.tokens": "the tokens that can be drawn",
+    "model.generation": "those that end an answer",
+    "data.train.content": "the prompts",
+    "data.shuffle": "their order",
+    "environment": "what tools say",
+    "rollout": "how a token is drawn, and where an answer ends",
+    "training.prompts_per_step": "the groups of a batch",
+    "training.samples_per_prompt": "the samples of a group",
+    "algorithm.name": "whether greedy samples belong to them",
+    "algorithm.dynamic_sampling": "whether groups are replaced",
+    "algorithm.max_refills": "likewise",
+}
+"""Settings and inputs, or whole tables of them, that say what is drawn: after a change of one, what
+was drawn ahead of a checkpoint is not learnt from.  Those in ``MAY_CHANGE`` are not among them.
+"""
+_DRAWS_NOTHING = "precision.dgrad", "precision.wgrad", "rollout.weights_folder"
+"""What these tables hold beside."""
+_ORDERED_BY = "seed", "data.train.content", "data.shuffle"
+"""Those that say which prompts come next."""
 
+ANYTHING = "*"
+"""Stands for all names where everything may change."""
 Changes = Mapping[str, tuple[Any, Any]]  # by name: the value in the run, and now
 ALL_TOKENS = "every row of lm_head"
 """The input ``model.tokens`` of runs in which each row was a token of the distribution, as in those
@@ -112,13 +139,14 @@ def check_compatible(
     refused = {
         key: values
         for key, values in changed.items()
-        if not _may_change(key, config, step) and not is_allowed(key, allowed)
+        if not _may_change(key, saved, config, step) and not is_allowed(key, allowed)
     }
     if refused:
         lines = [
             f"this run cannot be {doing.name} with another configuration; {len(refused)} "
             f"{'key differs' if len(refused) == 1 else 'keys differ'}",
             *_table(refused),
+            *(_not_sampled(saved, config, step) if "training.steps" in refused else []),
             "set them back" + doing.settings.format(names=",".join(refused)),
         ]
         raise ConfigError(*lines)
@@ -163,7 +191,27 @@ def check_names(allowed: Sequence[str], known: Collection[str]) -> None:
 
 def is_allowed(key: str, allowed: Sequence[str]) -> bool:
     """Whether a key, or a table that contains it, is among those named."""
-    return any(key == name or key.startswith(f"{name}.") for name in allowed)
+    return any(name in (key, ANYTHING) or key.startswith(f"{name}.") for name in allowed)
+
+
+def draws_others(changed: Collection[str]) -> list[str]:
+    """Those of some changed settings and inputs that say what is drawn."""
+    return [key for key in _among(changed, tuple(DRAWN_BY)) if key not in _DRAWS_NOTHING]
+
+
+def orders_others(changed: Collection[str]) -> bool:
+    """Whether other prompts come next after these changes."""
+    return bool(_among(changed, _ORDERED_BY))
+
+
+def grades_others(changed: Collection[str]) -> list[str]:
+    """Those of some changed settings and inputs that say which reward a completion has."""
+    return _among(changed, ["reward"])
+
+
+def _among(changed: Collection[str], tables: Sequence[str]) -> list[str]:
+    free = tuple(MAY_CHANGE)
+    return [key for key in changed if is_allowed(key, tables) and not is_allowed(key, free)]
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,12 +232,30 @@ def _short(value: Any) -> str:
     return f"SHA-256 {value[:12]}.." if is_digest else repr(value)
 
 
-def _may_change(key: str, config: Mapping[str, Any], step: int) -> bool:
+def _may_change(key: str, saved: Mapping[str, Any], config: Mapping[str, Any], step: int) -> bool:
     if key == "training.steps":
         training = config["training"]
         fixed = training["schedule"] == "constant" and not training.get("warmup_ratio")
-        return fixed and training["steps"] >= step
+        return fixed and training["steps"] >= step and not _not_sampled(saved, config, step)
     return is_allowed(key, tuple(MAY_CHANGE))
+
+
+def _not_sampled(saved: Mapping[str, Any], config: Mapping[str, Any], step: int) -> list[str]:
+    """A line on the batches that a run of more steps would have sampled ahead of the checkpoint
+    after ``step``, by weights that are gone; none where the run has sampled them, or begins.
+    """
+    before = flat(recorded_recipe(saved))
+    now = config["training"]["steps"]
+    steps, lag = before.get("training.steps", now), before.get("async.lag", 0)
+    first, last = max(steps, step) + 1, min(now, step + lag)
+    if not (step and lag and first <= last):
+        return []
+    which = f"step {first}" if first == last else f"steps {first} to {last}"
+    return [
+        f"  (training.steps: with async.lag = {lag} the batches of {which} would have been sampled "
+        f"before the checkpoint of step {step}, by older weights; the run of {steps} steps has not "
+        "sampled them, and newer weights would)"
+    ]
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

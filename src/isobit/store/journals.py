@@ -13,7 +13,7 @@ from isobit.store.directory import RunDirectory
 from isobit.util.errors import CheckpointError
 from isobit.util.files import sync
 from isobit.util.plain_files import open_plain, read_plain
-from isobit.util.strict_json import parsed_line
+from isobit.util.strict_json import json_line, parsed_line
 
 EVENTS_SUFFIX = ".isobit"
 """Suffix of the event files that a run writes; other files in their folder are left alone."""
@@ -56,18 +56,43 @@ def rewind(directory: RunDirectory, recorded: Positions) -> None:
     """Cut every file to its recorded size and remove those of the run that did not exist.
 
     ``rewards.jsonl``, ``environment.jsonl``, ``schedule.jsonl`` and ``budget.jsonl`` stay whole:
-    repeated steps read what follows.  A file that has lost lines keeps those that are whole.
+    repeated steps read what follows.  A file that has lost lines keeps those that are whole, and
+    one of these four gets a line of as many bytes in place of the lost ones, so that what follows
+    begins at the recorded size.
     """
     names = {str(path.relative_to(directory.root)) for path in _journals(directory)}
     for name in sorted(names | recorded.keys()):
         path, size = directory.root / name, recorded.get(name)
         if path in (directory.rewards, directory.answers, directory.schedule, directory.budget):
-            continue
-        if size is None:
+            _fill_up(path, size or 0)
+        elif size is None:
             path.unlink()
         elif path.is_file():
-            is_short = path.stat().st_size < size
-            os.truncate(path, sum(map(len, whole_lines(path, 0))) if is_short else size)
+            os.truncate(path, _end_of_lines(path, size))
+
+
+def _end_of_lines(path: Path, size: int) -> int:
+    """``size``, or the end of the lines before it that are whole where the file has lost some."""
+    if path.stat().st_size < size:
+        return sum(map(len, whole_lines(path, 0)))
+    if path.suffix != ".jsonl":
+        return size
+    return read_plain(path, largest=None).rfind(b"\n", 0, size) + 1
+
+
+def _fill_up(path: Path, size: int) -> None:
+    """Lengthen a file of lines that is shorter by one that says how many bytes are lost."""
+    present = path.stat().st_size if path.is_file() else 0
+    if present >= size:
+        return
+    kept = read_plain(path, largest=None) if present else b""
+    kept = kept[: kept.rfind(b"\n") + 1]
+    lost = size - len(kept)
+    line = json_line({"lost_bytes": lost})
+    line = line if len(line) <= lost else b"{}\n"
+    with path.open("ab") as file:
+        file.truncate(len(kept))
+        file.write(line[:-1].ljust(lost - 1) + b"\n")
 
 
 def whole_lines(path: Path, position: int) -> list[bytes]:

@@ -277,8 +277,9 @@ class CheckpointKeeper:
                 self._world.all_gather(self._run.trainer.is_whole)
             ):
                 self.save_model()
+                whose = "of the last update" if self._run.trainer.updates else "before any update"
                 self._console.line(
-                    f"stopped early: the weights of the last update are in {self._directory.model}"
+                    f"stopped early: the weights {whose} are in {self._directory.model}"
                 )
         except (Exception, Interrupted) as second:
             if is_interrupted:

@@ -7,9 +7,9 @@ no file but their part of a checkpoint.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,23 @@ from isobit.config.recipes import Recipe, RunConfig
 from isobit.models.config import ModelConfig
 from isobit.parallel.world import ALONE, World, broadcast, run_on_all, write_on_first
 from isobit.store import state
+from isobit.store.budget_record import keep_changes, read_changes
 from isobit.store.checkpoint import Checkpoint, folders_by_step
 from isobit.store.compatible import (
-    MAY_CHANGE,
+    ANYTHING,
     REPLAYING,
     RESUMING,
     Changes,
     Doing,
     Recorded,
+    changed_keys,
     check_compatible,
     compare,
+    draws_others,
+    grades_others,
     is_allowed,
     notes,
+    orders_others,
     recorded,
     run_manifest,
 )
@@ -43,15 +48,14 @@ from isobit.store.directory import (
 )
 from isobit.store.directory_watch import DirectoryWatch
 from isobit.store.disk_plan import plan_disk
-from isobit.store.journals import rewind, whole_lines
+from isobit.store.journals import read_lines, rewind, whole_lines
 from isobit.store.lock import locked
 from isobit.store.manifest import environment, manifest, processes
 from isobit.store.newest import Say, newest_usable, tidy
 from isobit.store.reward_record import AnswerRecord, RewardRecord
 from isobit.store.schedule_record import ScheduleRecord
 from isobit.store.shared_disk import check_shared
-from isobit.store.state import drop_torn_line, read_changes
-from isobit.store.training_run import TrainingRun
+from isobit.store.training_run import DrawnAhead, Dropped, TrainingRun
 from isobit.store.waiting_writer import WaitingWriter
 from isobit.training.budget import BudgetChange
 from isobit.util.disk_space import disk_errors
@@ -91,6 +95,8 @@ class Start:
     """Names of what the user lets change."""
     doing: Doing = RESUMING
     """The undertaking that is refused where inputs or bits differ."""
+    went_on_with: Collection[str] | None = None
+    """Names of what the run has changed after the checkpoint, where its steps are done again."""
     watch: DirectoryWatch = field(default_factory=DirectoryWatch)
     """Follows the directory where it is moved; used by the rank that writes."""
 
@@ -116,7 +122,8 @@ class Start:
 
     def restore(self, run: TrainingRun) -> None:
         """Put a prepared run where it stood, on the threads that it had; what is recorded of the
-        steps after that comes again, but rewards from others than now.
+        steps after that comes again, and what was drawn for them is learnt from, except where a
+        change that is ``allowed`` says that others would be given or drawn.
 
         All ranks together.  Raises ConfigError with a table where data, reward code, tokenizer or
         class of bits are others and not ``allowed``, and as ``state.restore`` does.
@@ -135,18 +142,74 @@ class Start:
             self._say_changes(old, now)
             _same_threads(run.config, self.old_manifest, self._say)
         if self.checkpoint is not None:
-            state.restore(self.checkpoint, run, state.TRAINED_ON in self.changed)
-        run.trainer.budget.changes += self.budget_changes
+            self._restore_state(run, self.checkpoint)
+        was, _ = self.changed.get("training.tokens_per_microbatch", (None, None))
+        run.trainer.budget.go_on(run.trainer.updates, self.budget_changes, was)
 
     def _say_changes(self, old: Recorded, now: Mapping[str, Any]) -> None:
-        """Lines on what is not as it was; recorded rewards of others are dropped."""
+        """Lines on what is not as it was; what is recorded of others is forgotten."""
         differs = [f"{name} has changed" for name in self.changed if is_allowed(name, self.allowed)]
         for line in notes(old, differs, now):
             self._say(line)
-        if any(is_allowed(name, ["reward"]) and name not in MAY_CHANGE for name in self.changed):
+        draws = self.doing is RESUMING and draws_others(self.changed)
+        if draws or grades_others(self.changed):
             self.rewards.forget_ahead()
-        if any(is_allowed(name, ["environment"]) for name in self.changed):
+        if draws or any(is_allowed(name, ["environment"]) for name in self.changed):
             self.answers.forget_ahead()
+        if draws:
+            self.schedule.forget_ahead()
+
+    def _restore_state(self, run: TrainingRun, checkpoint: Checkpoint) -> None:
+        """Restore the checkpoint, with what it holds for steps to come as far as it may be learnt
+        from: graded again after another reward, dropped where others would be drawn.
+        """
+        ahead = {name: one for name, one in run.extras.items() if isinstance(one, DrawnAhead)}
+        changed = self.changed if self.went_on_with is None else self.went_on_with
+        reasons, rewards = draws_others(changed), grades_others(changed)
+        if rewards and not all(one.can_regrade for one in ahead.values()):
+            reasons += rewards
+        again = not orders_others(changed)
+        prompts = 0
+        if reasons:
+            checkpoint, prompts = self._without_ahead(run, checkpoint, ahead, reasons, again)
+        state.restore(checkpoint, run, state.TRAINED_ON in self.changed)
+        run.sampler.give_again(prompts)
+        if rewards:
+            for one in ahead.values():
+                one.regrade()
+
+    def _without_ahead(
+        self,
+        run: TrainingRun,
+        checkpoint: Checkpoint,
+        ahead: Mapping[str, DrawnAhead],
+        reasons: Sequence[str],
+        again: bool,
+    ) -> tuple[Checkpoint, int]:
+        """The checkpoint without what was drawn ahead of it, which is told, and the prompts that
+        are to come ``again``.
+        """
+        states: dict[str, Any] = dict(checkpoint.state["extras"])
+
+        def drop() -> list[Dropped]:
+            files = checkpoint.extras()
+            return [
+                one.dropped(states[name], files.get(name, {}), checkpoint.step, again)
+                for name, one in ahead.items()
+                if name in states
+            ]
+
+        dropped = run_on_all(run.model.policy.world, drop)
+        names = [name for name in ahead if name in states]
+        states |= {name: one.state for name, one in zip(names, dropped, strict=True)}
+        if samples := sum(one.samples for one in dropped):
+            tokens, have = sum(one.tokens for one in dropped), "have" if reasons[1:] else "has"
+            self._say(
+                f"dropped: {samples} samples with {tokens:,} tokens that were drawn ahead of the "
+                f"checkpoint, since {', '.join(reasons)} {have} changed"
+            )
+        prompts = sum(one.prompts for one in dropped)
+        return replace(checkpoint, state={**checkpoint.state, "extras": states}), prompts
 
     def open(self, run: TrainingRun) -> None:
         """Make the directory, or take an old one back to where the run stands; from now on files
@@ -171,7 +234,9 @@ class Start:
                 tidy(self.directory, self.step, self._say)
                 rewind(self.directory, self.checkpoint.state["files"] if self.checkpoint else {})
                 drop_completions(self.directory, self.step)
-                drop_torn_line(self.directory.budget)
+                path, done = self.directory.budget, self.checkpoint
+                changes = run.trainer.budget.changes[len(done.state["budget"]) if done else 0 :]
+                keep_changes(path, position_at(done, path), changes, self.step + 1)
                 resumed = {
                     "step": self.step,
                     **environment(run.model.policy.device),
@@ -202,6 +267,15 @@ class Start:
             ):
                 self.schedule.open(self.directory.schedule)
                 self._lock.callback(self.schedule.close)
+
+    def end(self) -> None:
+        """The last step is done: cut what is recorded of others.  All ranks together."""
+
+        def cut() -> None:
+            for record in (self.rewards, self.answers, self.schedule):
+                record.cut_ahead()
+
+        self.writer.write_on_first(cut)
 
     def _hold(self, root: Path) -> None:
         self.watch.hold(root)
@@ -242,7 +316,8 @@ def begin(
         checkpoint = newest_usable(directory, say, world)
         found = json.loads(
             broadcast(
-                world, lambda: _decide(directory, config, shape, checkpoint, extra_bytes, allowed)
+                world,
+                lambda: _decide(directory, config, shape, checkpoint, extra_bytes, allowed, say),
             )
         )
         rewards, answers, schedule = ([line.encode() for line in found[name]] for name in _GIVEN)
@@ -264,7 +339,7 @@ def begin(
             checkpoint,
             found["changed"],
             [BudgetChange(**change) for change in found["budget"]],
-            allowed,
+            found["allowed"],
         )
 
 
@@ -289,27 +364,39 @@ def _decide(
     checkpoint: Checkpoint | None,
     extra_bytes: int,
     allowed: Sequence[str],
+    say: Say,
 ) -> str:
     """Whether the run can go on from a checkpoint, and all that every rank must know of it, as
     JSON.
     """
     old = run_manifest(directory, checkpoint)
     step = checkpoint.step if checkpoint else 0
+    allowed = _all_allowed(directory, checkpoint, allowed)
     changed = _check_settings(old, config, step, allowed)
     on_disk = [done for done in folders_by_step(directory.checkpoints) if done <= step]
     plan_disk(config, shape, on_disk, extra_bytes).check()
     files = directory.rewards, directory.answers, directory.schedule
     paths = dict(zip(_GIVEN, files, strict=True))
     given = {name: whole_lines(one, position_at(checkpoint, one)) for name, one in paths.items()}
-    budget = read_changes(directory.budget, position_at(checkpoint, directory.budget))
+    budget = read_changes(directory.budget, position_at(checkpoint, directory.budget), say)
     return json.dumps(
         {
             "old": old,
+            "allowed": allowed,
             "changed": changed,
             **{name: [line.decode() for line in lines] for name, lines in given.items()},
             "budget": [asdict(change) for change in budget],
         }
     )
+
+
+def _all_allowed(
+    directory: RunDirectory, checkpoint: Checkpoint | None, allowed: Sequence[str]
+) -> Sequence[str]:
+    """The names of what may change: anything where no step is done."""
+    lines = read_lines(directory.metrics)
+    is_new = checkpoint is None and not any(line and line.get("step", 1) for line in lines)
+    return [*allowed, ANYTHING] if is_new else allowed
 
 
 def _check_settings(
@@ -336,6 +423,7 @@ def preview(
         return
     checkpoint = newest_usable(directory, say)
     old, step = run_manifest(directory, checkpoint), checkpoint.step if checkpoint else 0
+    allowed = _all_allowed(directory, checkpoint, allowed)
     changed = _check_settings(old, config, step, allowed)
     before = recorded(old, checkpoint)
     more = compare(before, config, inputs, environment(device), allowed, changed)
@@ -347,9 +435,17 @@ def preview(
 
 
 def position_at(checkpoint: Checkpoint | None, path: Path) -> int:
-    """Bytes of a file of the run at a checkpoint, of one that has lost some all that it has."""
-    recorded = checkpoint.state["files"].get(path.name, 0) if checkpoint else 0
-    return min(recorded, path.stat().st_size) if path.is_file() else 0
+    """Bytes of a file of the run at a checkpoint; ``rewind`` fills up one that has lost some."""
+    return checkpoint.state["files"].get(path.name, 0) if checkpoint else 0
+
+
+def _went_on_with(manifest: Mapping[str, Any], checkpoint: Checkpoint | None) -> list[str]:
+    """What the run whose ``run.json`` holds ``manifest`` has changed after a checkpoint."""
+    if checkpoint is None:
+        return []
+    before, now = checkpoint.manifest["inputs"], manifest["inputs"]
+    inputs = [name for name, value in before.items() if now.get(name) != value]
+    return [*changed_keys(checkpoint.manifest["config"], manifest["config"]), *inputs]
 
 
 def _same_threads(config: Recipe, old: Mapping[str, Any], say: Say) -> None:
@@ -393,7 +489,7 @@ def begin_again(
         world,
         lambda: [
             asdict(change)
-            for change in read_changes(source.budget, position_at(checkpoint, source.budget))
+            for change in read_changes(source.budget, position_at(checkpoint, source.budget), say)
         ],
     )
     changes = [BudgetChange(**change) for change in recorded]
@@ -414,4 +510,5 @@ def begin_again(
             budget_changes=changes,
             allowed=allowed,
             doing=REPLAYING,
+            went_on_with=_went_on_with(manifest, checkpoint),
         )

@@ -26,9 +26,11 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from isobit.environments.pool import TurnAnswer
 from isobit.records.text import Group
 from isobit.rewards.grading import Grading
 from isobit.rewards.tally import GradeStats
@@ -36,6 +38,9 @@ from isobit.util.disk_space import LineFile
 from isobit.util.strict_json import json_line
 
 Say = Callable[[str], None]
+_DAMAGED = (
+    "the recorded line of this step is damaged: from here on what was recorded is asked for anew"
+)
 _IDENTITY = ("weights_version", "prompts", "completions")  # what identifies a grading
 
 
@@ -92,6 +97,13 @@ class LineRecord:
         """Drop the recorded lines that have not been repeated: others will be given."""
         self._lines.clear()
 
+    def cut_ahead(self) -> None:
+        """Cut them from the file as well: nothing will repeat them."""
+        if self._lines:
+            self._lines.clear()
+            if self._file is not None:
+                self._file.cut(self._size)
+
     def append(self, lines: Sequence[bytes]) -> None:
         """Lines that were made elsewhere, in their order: repeated or new."""
         for line in lines:
@@ -107,19 +119,26 @@ class LineRecord:
         """Bytes of the record up to the end of the last line."""
         return self._size + sum(map(len, self._unwritten))
 
-    def _next(self, identity: dict[str, Any]) -> dict[str, Any] | None:
-        """The next recorded line if it has this identity; else the rest is dropped."""
+    def _next(
+        self, identity: dict[str, Any], check: Callable[[dict[str, Any]], object]
+    ) -> dict[str, Any] | None:
+        """The next recorded line if it has this identity, and ``check`` raises no KeyError,
+        TypeError or ValueError; else the rest is dropped.
+        """
         if not self._lines:
             return None
         recorded = json.loads(self._lines[0])
-        if all(recorded.get(key) == value for key, value in identity.items()):
+        if any(recorded.get(key) != value for key, value in identity.items()):
+            self._drop()
+        elif not _is_whole(recorded, check):
+            self._drop(_DAMAGED)
+        else:
             self._size += len(self._lines.popleft())
             return recorded
-        self._drop()
         return None
 
-    def _drop(self) -> None:
-        self._say(self._dropped)
+    def _drop(self, said: str | None = None) -> None:
+        self._say(said or self._dropped)
         self._lines.clear()
         if self._file is not None:
             self._file.cut(self._size)
@@ -156,7 +175,7 @@ class RewardRecord(LineRecord):
         ``grading``.  Raises what that raises, and records nothing then.
         """
         identity = _identity(groups)
-        recorded = self._next(identity)
+        recorded = self._next(identity, partial(_check_rewards, groups))
         if recorded is not None:
             return _replay(groups, recorded)
         stats = grading(groups)
@@ -181,9 +200,11 @@ class SentRecord(RewardRecord):
         super().__init__(say, lines)
         self.gradings: list[bytes] = []  # those made or repeated since the start
 
-    def _next(self, identity: dict[str, Any]) -> dict[str, Any] | None:
+    def _next(
+        self, identity: dict[str, Any], check: Callable[[dict[str, Any]], object]
+    ) -> dict[str, Any] | None:
         ahead = self.lines_ahead
-        recorded = super()._next(identity)
+        recorded = super()._next(identity, check)
         if recorded is not None:
             self.gradings.append(ahead[0])
         return recorded
@@ -204,8 +225,14 @@ class KnownRewards(RewardRecord):
     def is_ahead(self) -> bool:
         return True
 
-    def _next(self, identity: dict[str, Any]) -> dict[str, Any] | None:
-        return self._known.get(_key(identity))
+    def _next(
+        self, identity: dict[str, Any], check: Callable[[dict[str, Any]], object]
+    ) -> dict[str, Any] | None:
+        recorded = self._known.get(_key(identity))
+        if recorded is not None and not _is_whole(recorded, check):
+            self._drop(_DAMAGED)
+            return None
+        return recorded
 
 
 class AnswerRecord(LineRecord):
@@ -227,9 +254,14 @@ class AnswerRecord(LineRecord):
         """A rollout by weights of this version, of prompts with their visits."""
         names = [list(name) for name in prompts]
         self._identity = {"weights_version": weights_version, "prompts": names}
+        self._known.clear()
         recorded = self._look_up(self._identity)
-        answers = recorded["answers"] if recorded is not None else []
-        self._known = {json.dumps(key): content for key, content in answers}
+        if recorded is None:
+            return
+        if _is_whole(recorded, _check_answers):
+            self._known = {json.dumps(key): content for key, content in recorded["answers"]}
+        else:
+            self._drop(_DAMAGED)
 
     def find(self, key: Sequence[Any]) -> Mapping[str, Any] | None:
         return self._known.get(json.dumps(list(key)))
@@ -242,7 +274,7 @@ class AnswerRecord(LineRecord):
 
     def _look_up(self, identity: dict[str, Any]) -> dict[str, Any] | None:
         recorded = json.loads(self._lines[0]) if self._lines else None
-        if recorded is None or any(recorded[name] != value for name, value in identity.items()):
+        if recorded is None or any(recorded.get(key) != value for key, value in identity.items()):
             return None
         return recorded
 
@@ -261,6 +293,39 @@ class KnownAnswers(AnswerRecord):
 
     def _look_up(self, identity: dict[str, Any]) -> dict[str, Any] | None:
         return self._rollouts.get(_key(identity))
+
+
+def _is_whole(recorded: dict[str, Any], check: Callable[[dict[str, Any]], object]) -> bool:
+    """Whether ``check`` finds all that a line should have."""
+    try:
+        check(recorded)
+    except (KeyError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _check_rewards(groups: Sequence[Group], recorded: dict[str, Any]) -> None:
+    """Raise KeyError, TypeError or ValueError for a line that does not grade these groups."""
+    parts, counts = recorded.get("parts", {}), recorded.get("counts", {})
+    by_name = parts, counts, recorded["failures"]
+    if not all(isinstance(one, dict) for one in by_name):
+        raise TypeError
+    for rewards in (recorded["rewards"], *parts.values()):
+        for group, of_group in zip(groups, rewards, strict=True):
+            for _, reward in zip(group.completions, of_group, strict=True):
+                if reward is not None and type(reward) not in (int, float):
+                    raise TypeError
+    numbers = (*recorded["failures"].values(), *counts.values())
+    if any(type(count) is not int for count in numbers):
+        raise TypeError
+    if not isinstance(recorded["first_error"], str | None):
+        raise TypeError
+
+
+def _check_answers(recorded: dict[str, Any]) -> None:
+    """Raise KeyError, TypeError or ValueError for a line without a rollout's answers."""
+    for _, content in recorded["answers"]:
+        TurnAnswer.of(content)
 
 
 def _key(line: Mapping[str, Any]) -> str:

@@ -9,17 +9,12 @@ A checkpoint saves and restores:
                checksum of the base, of which nothing is saved
     cursors    the sampler's epoch and place, and the size of every file that grows
                (``isobit.store.journals``)
-    budget     the tokens a micro-batch, as far as out-of-memories have lowered them
+    budget     the tokens a micro-batch, as far as out-of-memories have lowered them, or a resume
+               has allowed others
     log        evaluations so far, totals and seconds of the summary
 
 Counters and cursors are taken after every step and evaluation, tensors only when a checkpoint is
 written: an abandoned step has moved the cursors, but no tensor.
-
-``budget.jsonl`` has a line for every change of the tokens a micro-batch, written before the change
-takes effect.  A run is a pure function of its configuration, data, rewards and these changes, so a
-resumed run makes them again at the same updates.  From the update after 13 others, in step 7:
-
-    {"step": 7, "update": 13, "old": 4096, "new": 2048}
 
 ``digests.jsonl`` has a line for each step, with which ``isobit replay`` compares a repeated step:
 three digests of the groups that it trained on (``isobit.records.digests``), and checksums of
@@ -30,8 +25,6 @@ number of processes.
      "weights": checksum, "masters": checksum, "moments": checksum}
 """
 
-import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -50,10 +43,9 @@ from isobit.records.digests import group_digests
 from isobit.records.text import Group
 from isobit.store.checkpoint import Checkpoint, Snapshot
 from isobit.store.directory import RunDirectory
-from isobit.store.journals import read_lines, whole_lines
+from isobit.store.journals import read_lines
 from isobit.store.training_run import TrainingRun
 from isobit.training.budget import BudgetChange
-from isobit.util.disk_space import LineFile
 from isobit.util.errors import CheckpointError
 from isobit.util.strict_json import json_line
 
@@ -159,7 +151,7 @@ def take_boundary(
         **({} if (scales := run.model.policy.kv_scales) is None else {"kv_scales": scales.state()}),
         **({} if (base := run.model.policy.base()) is None else {"base": base}),
         "trainer": run.trainer.counters(),
-        "budget": [asdict(change) for change in run.trainer.budget.changes],
+        "budget": [change.content() for change in run.trainer.budget.changes],
         "sampler": run.sampler.state(),
         "prompts_sha256": run.inputs[TRAINED_ON],
         "files": dict(positions),
@@ -334,27 +326,6 @@ def _of_file(tensors: Mapping[str, Tensor]) -> str:
 
 def _digits(checksum: int) -> str:
     return f"{checksum:016x}"
-
-
-def write_change(path: Path, step: int, change: BudgetChange) -> None:
-    """Add a line and sync it.  Raises OSError and StorageError, and then leaves no part of it."""
-    file = LineFile(path)
-    try:
-        file.write(json_line({"step": step, **asdict(change)}), lasting=True)
-    finally:
-        file.close()
-
-
-def read_changes(path: Path, position: int) -> list[BudgetChange]:
-    """The changes after byte ``position``; none where there is no file."""
-    lines = map(json.loads, whole_lines(path, position))
-    return [BudgetChange(line["update"], line["old"], line["new"]) for line in lines]
-
-
-def drop_torn_line(path: Path) -> None:
-    """Cut an unfinished last line."""
-    if path.is_file():
-        os.truncate(path, sum(map(len, whole_lines(path, 0))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@ state.
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -28,6 +29,40 @@ class Extra(Protocol):
 
     def restore(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Return to a saved state.  Raises CheckpointError where that is impossible."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """What a part of a checkpoint had drawn for steps to come, and is not learnt from."""
+
+    state: Mapping[str, Any]
+    """The part's state without it."""
+    samples: int
+    tokens: int
+    prompts: int
+    """The prompts, the last that the sampler has given, that it is to give again."""
+
+
+@runtime_checkable
+class DrawnAhead(Extra, Protocol):
+    """A part that holds samples for steps to come."""
+
+    @property
+    def can_regrade(self) -> bool:
+        """Whether new rewards can be given to all that it holds."""
+        ...
+
+    def regrade(self) -> None:
+        """Have what was restored graded again before a step learns from it."""
+        ...
+
+    def dropped(
+        self, state: Mapping[str, Any], tensors: Mapping[str, Tensor], step: int, again: bool
+    ) -> Dropped:
+        """What the saved state after ``step`` steps holds; ``again`` says whether its prompts are
+        to be drawn again.
+        """
         ...
 
 

@@ -55,6 +55,7 @@ from isobit.records.packing import lay_end_to_end, micro_batches, responses
 from isobit.records.rounding import are_level
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group
+from isobit.training.budget import Cut
 from isobit.training.trainer import Trainer
 
 
@@ -101,6 +102,7 @@ def scores_by_policy(trainer: Trainer, sequences: Sequence[TokenSequence]) -> li
             trainer.policy.world,
             trainer.config.shared_prefix,
         ),
+        cut=_cut(trainer, sequences),
     )
 
 
@@ -122,7 +124,13 @@ def scores_by_frozen(
             Scorer(model()), sequences, tokens, trainer.policy.world, trainer.config.shared_prefix
         ),
         phase,
+        cut=_cut(trainer, sequences),
     )
+
+
+def _cut(trainer: Trainer, sequences: Sequence[TokenSequence]) -> Cut:
+    """How ``score_sequences`` cuts them."""
+    return lambda tokens: micro_batches(sequences, tokens, trainer.config.shared_prefix)
 
 
 def has_advantage(sequence: TokenSequence) -> bool:

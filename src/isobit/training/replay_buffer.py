@@ -93,8 +93,7 @@ class ReplayBuffer:
         it had when it was fresh.  ``version`` is that of the present weights.  Nothing changes:
         until ``keep`` it is the same draw.
         """
-        fraction = self.config.fraction
-        wanted = round(fresh * fraction / (1 - fraction))
+        wanted = self.config.beside(fresh)
         oldest = self._oldest(version)
         candidates = [one for one in self._kept if one.oldest >= oldest and self._weight(one) > 0]
         drawn = sorted(candidates, key=self._rank, reverse=True)[:wanted]

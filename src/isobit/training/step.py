@@ -46,7 +46,7 @@ from isobit.config.training import TrainingConfig
 from isobit.memory.retry import within_memory
 from isobit.records.batch import PackedBatch
 from isobit.records.metrics import Metrics, over_updates
-from isobit.records.packing import pack, responses
+from isobit.records.packing import micro_batches, pack, responses
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 from isobit.training.advantage_estimator import (
@@ -333,9 +333,13 @@ def _packed(
     """What the trainer computes of the sequences in micro-batches, of smaller ones where it runs
     out of memory.
     """
-    lengths = [sequence.length for sequence in sequences]
     shared = trainer.config.shared_prefix
-    return within_memory(trainer, lengths, lambda tokens: compute(pack(sequences, tokens, shared)))
+    return within_memory(
+        trainer,
+        [sequence.length for sequence in sequences],
+        lambda tokens: compute(pack(sequences, tokens, shared)),
+        cut=lambda tokens: micro_batches(sequences, tokens, shared),
+    )
 
 
 def _tokens_of(learnt: Sequence[TokenSequence], parts: Iterable[Sequence[TokenSequence]]) -> int:

@@ -508,7 +508,10 @@ def environment_reward(prompt: Prompt, completion: Completion) -> float | None:
     if episode is not None and episode.failure == NO_REWARD:
         return None
     if episode is None or episode.reward is None:
-        why = "there is no environment" if episode is None else episode.failure or "no get_reward"
+        why = "there is no environment"
+        if episode is not None:
+            why, message = episode.failure or "no get_reward", episode.failure_message
+            why = message if message.startswith(why) else f"{why}: {message}" if message else why
         raise ValueError(f"the environment gave no reward: {why}")
     return episode.reward
 
