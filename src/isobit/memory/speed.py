@@ -569,13 +569,9 @@ def describe_step(step: StepTime, steps: int | None, card: Card, processes: int)
 
 def _of_completions(work: StepWork) -> list[str]:
     """What is sampled in a step, as long as it may be."""
-    completions = work.prompts * work.samples
-    if not completions:
-        return []
-    return [
-        f"if all {completions:,} completions have {work.new_tokens:,} tokens, behind prompts of "
-        f"{work.prompt_tokens:,.0f}"
-    ]
+    completions, prompt = work.prompts * work.samples, f"prompts of {work.prompt_tokens:,.0f}"
+    said = f"if all {completions:,} completions have {work.new_tokens:,} tokens, behind {prompt}"
+    return [said] if completions else []
 
 
 def _scaled(card: Card) -> list[str]:
