@@ -595,5 +595,5 @@ def _seconds(time: float) -> str:
 
 def _hours(time: float) -> str:
     if time < 90:
-        return f"{time:.0f} seconds"
+        return f"{time:.2g} s"
     return f"{time / 60:.0f} minutes" if time < 5400 else f"{time / 3600:,.1f} hours"
