@@ -10,7 +10,9 @@ import pytest
 
 from isobit.cli.main import main
 from isobit.config.recipes import RunConfig
+from isobit.rewards.grade import Failure, failure_of, outcome_of
 from isobit.run.loop import train
+from isobit.util import option_secrets
 from isobit.util.errors import RewardError
 
 SECRETS = {
@@ -88,6 +90,19 @@ def test_a_key_of_a_reward_stands_in_the_environment_alone(
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or secret.encode() not in path.read_bytes(), path
     assert secret not in said
+
+
+def test_a_message_is_shortened_after_a_key_in_it_is_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    key = "sk-" + "0123456789" * 16
+    monkeypatch.setenv("JUDGE_KEY", key)
+    monkeypatch.setattr(option_secrets, "_shown", {})
+    option_secrets.from_environment({"api_key": "env:JUDGE_KEY"}, "judge")
+    failures = [outcome_of(key), outcome_of({key: 1}), failure_of(ValueError(1700 * "x" + key))]
+    for failure in failures:
+        assert isinstance(failure, Failure)
+        assert "sk-" not in failure.message and "env:JUDGE_KEY" in failure.message
 
 
 def test_a_key_that_stands_in_the_recipe_is_told_of(

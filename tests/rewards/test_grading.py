@@ -141,6 +141,8 @@ def test_a_failure_names_the_line_of_the_users_code() -> None:
     assert re.fullmatch(f"JSONDecodeError: .*{place}", failure_of(raised.value).message)
     assert not re.search(place, failure_of(raised.value, with_place=False).message)
     assert failure_of(ValueError("no")).message == "ValueError: no"
+    other = type("Other", (ValueError,), {"__traceback__": 7})
+    assert failure_of(other("no")).message == "Other: no"
 
 
 def outcomes_of(**parts: list[float | Failure]) -> tuple[Group, Tally]:

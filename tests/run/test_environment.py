@@ -214,6 +214,22 @@ def test_a_run_goes_on_with_tools_that_fail(
     assert all(line["episode/results/cut"] + line["episode/results/error"] > 0 for line in steps)
 
 
+def test_a_run_that_went_on_without_its_environment_and_a_set_is_replayed(
+    acting_config: MakeConfig,
+) -> None:
+    """What it no longer has is neither missed in its figures nor looked for by the replay."""
+    reward = "isobit.starter.tasks:correct_answer"
+    sets = {"held_out": {**HELD_OUT, "limit": 2}, "more": {**HELD_OUT, "limit": 1}}
+    acting = acting_config(reward=reward, data={"eval": sets}, evaluation={"every": 1})
+    train(acting, silent())
+    data = {"eval": {"held_out": sets["held_out"]}}
+    alone = acting_config(reward=reward, data=data, evaluation={"every": 1}, environment=None)
+    alone = alone.model_copy(update={"training": alone.training.model_copy(update={"steps": 4})})
+    summary = train(alone, silent(), resume=True, allowed=["data.eval", "environment"])
+    assert [*summary.evaluations] == ["held_out"]
+    assert replay(alone.output, say=lambda _: None).differences == []
+
+
 def test_a_run_whose_environment_always_fails_says_what_it_raised(
     acting_config: MakeConfig,
 ) -> None:

@@ -15,18 +15,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import isobit.run.loop
-from isobit.commands.diff import compare
 from isobit.config.precision import Preset
 from isobit.config.recipes import RunConfig
 from isobit.models.folder import load_model
-from isobit.observe.console import silent
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion
 from isobit.run.loop import train
 from isobit.run.rl_run import RlRun
-from isobit.store.directory import RunDirectory
 from isobit.store.state import StateDigest, state_digest
-from isobit.util.errors import ConfigError, MismatchError, RewardError
+from isobit.util.errors import MismatchError, RewardError
 from tests.sequences import group_of
 from tests.tiny import json_lines as lines
 
@@ -178,24 +175,6 @@ def test_a_run_that_ends_early_keeps_its_weights_and_figures(
     ).read_bytes()
     assert (config.output / "run.json").exists()
     assert f"weights before any update are in {config.output / 'model'}" in capsys.readouterr().out
-
-
-def test_where_no_step_is_done_everything_may_change(
-    make_config: MakeConfig, write_reward: Callable[[str], str], tmp_path: Path
-) -> None:
-    """A reward that was mended needs no leave; the run is the one that would have begun with it."""
-    broken = make_config(write_reward("raise KeyError('answer')"), data={"eval": {}})
-    with pytest.raises(RewardError):
-        train(broken, silent())
-    mended = write_reward("return float(len(completion.text))")
-    changes = {"data": {"eval": {}}, "training": {"learning_rate": 1e-3}}
-    train(make_config(mended, **changes), silent(), resume=True)
-    whole = make_config(mended, output=tmp_path / "whole", **changes)
-    train(whole, silent())
-    assert compare(RunDirectory(broken.output), RunDirectory(whole.output)).differences == []
-    write_reward("return 0.0")
-    with pytest.raises(ConfigError, match=r"reward\.function\.source"):
-        train(make_config(mended, **changes), silent(), resume=True)
 
 
 def flip_after_step_1(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,10 @@ def test_changes_that_stay_keep_their_lines_and_others_are_written(tmp_path: Pat
     "damaged",
     [
         "{}",
+        '{"step": 2, "upd',
+        "\0\0\0",
+        "[1]",
+        "5",
         '{"step": 2, "update": "x", "old": 1, "new": 2}',
         '{"step": 2, "update": 5, "old": 64}',
         '{"step": 2, "update": 5, "old": 64, "new": 32.0}',

@@ -170,9 +170,9 @@ class TrainingLog(ABC, Generic[Result]):
         }
 
     def _first_and_last(self) -> dict[str, tuple[Result, Result]]:
-        """Each set before the first step and at the end."""
+        """Each set before the first step and at the end; a resume may have changed the sets."""
         before, after = self._evaluations[0], self._evaluations[max(self._evaluations)]
-        return {name: (before[name], after[name]) for name in before}
+        return {name: (before[name], after[name]) for name in before if name in after}
 
     @abstractmethod
     def _say_evaluation(self, step: int, results: Mapping[str, Result]) -> None:

@@ -44,6 +44,8 @@ Outcome: TypeAlias = float | Failure
 
 
 _ISOBIT = str(Path(__file__).resolve().parents[1])
+_TRACEBACK: Any = vars(BaseException)["__traceback__"]
+"""What a class of its own may have by this name is none."""
 _LIBRARIES = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), _ISOBIT, "<")
 
 
@@ -56,17 +58,17 @@ def failure_of(error: BaseException, with_place: bool = True) -> Failure:
         message = f"{kind}: {error}"
     except Exception as another:  # raised by the exception's own method
         message = f"{kind}, whose text raises {type(another).__name__:.100}"
-    return Failure(kind, message[:1800] + (_place_of(error) if with_place else ""))
+    return Failure(kind, hidden(message)[:1800] + (_place_of(error) if with_place else ""))
 
 
 def _place_of(error: BaseException) -> str:
     """The deepest frame that is neither a library's nor Isobit's; empty if there is none."""
-    frames = [
-        f" ({Path(frame.f_code.co_filename).name}:{line}, in {frame.f_code.co_name})"
-        for frame, line in walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith(_LIBRARIES)
-    ]
-    return frames[-1][:200] if frames else ""
+    frames = list[str]()
+    for frame, line in walk_tb(_TRACEBACK.__get__(error)):
+        code = frame.f_code
+        if not code.co_filename.startswith(_LIBRARIES):
+            frames.append(f" ({Path(code.co_filename).name}:{line}, in {code.co_name})")
+    return hidden(frames[-1])[:200] if frames else ""
 
 
 def outcome_of(value: Any) -> Outcome:
@@ -84,7 +86,8 @@ def _number_or_failure(value: Any) -> Outcome:
         if "score" not in value:
             keys = ", ".join(map(repr, value)) or "nothing"
             return Failure(
-                "not a number", f"the reward returned a dict with {keys:.200}, expected 'score'"
+                "not a number",
+                f"the reward returned a dict with {hidden(keys):.200}, expected 'score'",
             )
         value = value["score"]
     if value is None:
@@ -94,7 +97,8 @@ def _number_or_failure(value: Any) -> Outcome:
     if not isinstance(value, Real):
         return Failure(
             "not a number",
-            f"the reward returned {type(value).__name__} {value!r:.80}, expected a number",
+            f"the reward returned {type(value).__name__} {hidden(repr(value)):.80}, expected a "
+            "number",
         )
     try:
         number = float(value)

@@ -99,8 +99,11 @@ def with_targets_of_run(
     """The model with the adapters that the run in its directory has."""
 
     def recorded() -> Sequence[str] | None:
+        directory = RunDirectory(config.output)
+        if not folders_by_step(directory.checkpoints):
+            return None  # it begins anew
         with suppress(OSError, ValueError, RecursionError):
-            return recorded_targets(json.loads(read_plain(RunDirectory(config.output).manifest)))
+            return recorded_targets(json.loads(read_plain(directory.manifest)))
         return None
 
     if config.lora is None:

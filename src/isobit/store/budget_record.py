@@ -15,6 +15,7 @@ from pathlib import Path
 from isobit.store.journals import whole_lines
 from isobit.training.budget import BudgetChange
 from isobit.util.disk_space import LineFile
+from isobit.util.plain_files import read_plain
 from isobit.util.strict_json import json_line
 
 
@@ -32,10 +33,13 @@ def read_changes(path: Path, position: int, say: Callable[[str], None]) -> list[
     there is no file.
     """
     changes = list[BudgetChange]()
-    for line in whole_lines(path, position):
+    content = read_plain(path, largest=None)[position:] if path.is_file() else b""
+    for line in content.splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            break  # it was being written
         try:
             changes.append(BudgetChange.of_line(json.loads(line)))
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, ValueError, RecursionError):
             say(
                 f"{path} has a damaged line: the changes from there on are not made again, and "
                 "repeated steps may have other bits"

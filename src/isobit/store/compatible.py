@@ -72,8 +72,6 @@ _DRAWS_NOTHING = "precision.dgrad", "precision.wgrad", "rollout.weights_folder"
 _ORDERED_BY = "seed", "data.train.content", "data.shuffle"
 """Those that say which prompts come next."""
 
-ANYTHING = "*"
-"""Stands for all names where everything may change."""
 Changes = Mapping[str, tuple[Any, Any]]  # by name: the value in the run, and now
 ALL_TOKENS = "every row of lm_head"
 """The input ``model.tokens`` of runs in which each row was a token of the distribution, as in those
@@ -191,7 +189,7 @@ def check_names(allowed: Sequence[str], known: Collection[str]) -> None:
 
 def is_allowed(key: str, allowed: Sequence[str]) -> bool:
     """Whether a key, or a table that contains it, is among those named."""
-    return any(name in (key, ANYTHING) or key.startswith(f"{name}.") for name in allowed)
+    return any(key == name or key.startswith(f"{name}.") for name in allowed)
 
 
 def draws_others(changed: Collection[str]) -> list[str]:

@@ -285,7 +285,13 @@ class CheckpointKeeper:
             if is_interrupted:
                 raise
             self._console.line(f"stopped early, and no more could be saved: {second}")
-        self._console.line(f"checkpoint: {self._where()}; {cause}go on with {self._how()}")
+        how = self._how()
+        if not (is_interrupted or self.boundary.step):  # its recipe or its reward is to be mended
+            how += (
+                ", with --allow-change NAME after a change, or begin anew once "
+                f"{self._directory.root} is removed"
+            )
+        self._console.line(f"checkpoint: {self._where()}; {cause}go on with {how}")
 
     def _follow(self) -> None:
         """Use the directory where it is now."""

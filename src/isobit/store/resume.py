@@ -7,6 +7,7 @@ no file but their part of a checkpoint.
 """
 
 import json
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -22,7 +23,6 @@ from isobit.store import state
 from isobit.store.budget_record import keep_changes, read_changes
 from isobit.store.checkpoint import Checkpoint, folders_by_step
 from isobit.store.compatible import (
-    ANYTHING,
     REPLAYING,
     RESUMING,
     Changes,
@@ -48,7 +48,7 @@ from isobit.store.directory import (
 )
 from isobit.store.directory_watch import DirectoryWatch
 from isobit.store.disk_plan import plan_disk
-from isobit.store.journals import read_lines, rewind, whole_lines
+from isobit.store.journals import rewind, whole_lines
 from isobit.store.lock import locked
 from isobit.store.manifest import environment, manifest, processes
 from isobit.store.newest import Say, newest_usable, tidy
@@ -131,7 +131,11 @@ class Start:
         if self.old_manifest is not None:
             world, device = run.model.policy.world, run.model.policy.device
             old, now = recorded(self.old_manifest, self.checkpoint), environment(device)
-            settings = tuple(self.changed)
+            resumed = self.old_manifest.get("resumed", [])
+            settings = {
+                *self.changed,
+                *(name for one in resumed for name in one.get("changed", ())),
+            }
             more = run_on_all(
                 world,
                 lambda: compare(
@@ -232,7 +236,10 @@ class Start:
             else:
                 self._hold(root)
                 tidy(self.directory, self.step, self._say)
-                rewind(self.directory, self.checkpoint.state["files"] if self.checkpoint else {})
+                if self.doing is RESUMING:
+                    rewind(
+                        self.directory, self.checkpoint.state["files"] if self.checkpoint else {}
+                    )
                 drop_completions(self.directory, self.step)
                 path, done = self.directory.budget, self.checkpoint
                 changes = run.trainer.budget.changes[len(done.state["budget"]) if done else 0 :]
@@ -245,28 +252,33 @@ class Start:
                     "allowed": list(self.allowed),
                 }
                 history = [*self.old_manifest.get("resumed", []), resumed]
+                is_new = self.checkpoint is None
                 write_json(
                     self.directory.manifest,
                     {
-                        **self.old_manifest,
+                        **(manifest(run, self.hosts) if is_new else self.old_manifest),
                         "config": run.config.model_dump(mode="json"),
                         "inputs": dict(run.inputs),
                         "engine": run.engine_figures(),
                         "resumed": history,
                     },
                 )
-            if run.config.reward is not None:
-                self.rewards.open(self.directory.rewards)
-                self._lock.callback(self.rewards.close)
-            if isinstance(run.config, RunConfig) and run.config.environment is not None:
-                self.answers.open(self.directory.answers)
-                self._lock.callback(self.answers.close)
-            if (
-                isinstance(run.config, RunConfig)
-                and run.config.asynchrony.max_staleness is not None
-            ):
-                self.schedule.open(self.directory.schedule)
-                self._lock.callback(self.schedule.close)
+            self._open_records(run.config)
+
+    def _open_records(self, config: Recipe) -> None:
+        """Those that the recipe has; of others the lines behind the checkpoint go."""
+        acts = isinstance(config, RunConfig) and config.environment is not None
+        is_free = isinstance(config, RunConfig) and config.asynchrony.max_staleness is not None
+        for record, path, has_it in (
+            (self.rewards, self.directory.rewards, config.reward is not None),
+            (self.answers, self.directory.answers, acts),
+            (self.schedule, self.directory.schedule, is_free),
+        ):
+            if has_it:
+                record.open(path)
+                self._lock.callback(record.close)
+            elif path.is_file():
+                os.truncate(path, position_at(self.checkpoint, path))
 
     def end(self) -> None:
         """The last step is done: cut what is recorded of others.  All ranks together."""
@@ -339,7 +351,7 @@ def begin(
             checkpoint,
             found["changed"],
             [BudgetChange(**change) for change in found["budget"]],
-            found["allowed"],
+            allowed,
         )
 
 
@@ -371,7 +383,6 @@ def _decide(
     """
     old = run_manifest(directory, checkpoint)
     step = checkpoint.step if checkpoint else 0
-    allowed = _all_allowed(directory, checkpoint, allowed)
     changed = _check_settings(old, config, step, allowed)
     on_disk = [done for done in folders_by_step(directory.checkpoints) if done <= step]
     plan_disk(config, shape, on_disk, extra_bytes).check()
@@ -382,21 +393,11 @@ def _decide(
     return json.dumps(
         {
             "old": old,
-            "allowed": allowed,
             "changed": changed,
             **{name: [line.decode() for line in lines] for name, lines in given.items()},
             "budget": [asdict(change) for change in budget],
         }
     )
-
-
-def _all_allowed(
-    directory: RunDirectory, checkpoint: Checkpoint | None, allowed: Sequence[str]
-) -> Sequence[str]:
-    """The names of what may change: anything where no step is done."""
-    lines = read_lines(directory.metrics)
-    is_new = checkpoint is None and not any(line and line.get("step", 1) for line in lines)
-    return [*allowed, ANYTHING] if is_new else allowed
 
 
 def _check_settings(
@@ -423,7 +424,6 @@ def preview(
         return
     checkpoint = newest_usable(directory, say)
     old, step = run_manifest(directory, checkpoint), checkpoint.step if checkpoint else 0
-    allowed = _all_allowed(directory, checkpoint, allowed)
     changed = _check_settings(old, config, step, allowed)
     before = recorded(old, checkpoint)
     more = compare(before, config, inputs, environment(device), allowed, changed)
