@@ -236,12 +236,10 @@ class Start:
             else:
                 self._hold(root)
                 tidy(self.directory, self.step, self._say)
-                if self.doing is RESUMING:
-                    rewind(
-                        self.directory, self.checkpoint.state["files"] if self.checkpoint else {}
-                    )
-                drop_completions(self.directory, self.step)
                 path, done = self.directory.budget, self.checkpoint
+                if self.doing is RESUMING:
+                    rewind(self.directory, done.state["files"] if done else {})
+                drop_completions(self.directory, self.step)
                 changes = run.trainer.budget.changes[len(done.state["budget"]) if done else 0 :]
                 keep_changes(path, position_at(done, path), changes, self.step + 1)
                 resumed = {
@@ -252,11 +250,10 @@ class Start:
                     "allowed": list(self.allowed),
                 }
                 history = [*self.old_manifest.get("resumed", []), resumed]
-                is_new = self.checkpoint is None
                 write_json(
                     self.directory.manifest,
                     {
-                        **(manifest(run, self.hosts) if is_new else self.old_manifest),
+                        **(self.old_manifest if done else manifest(run, self.hosts)),
                         "config": run.config.model_dump(mode="json"),
                         "inputs": dict(run.inputs),
                         "engine": run.engine_figures(),
