@@ -30,11 +30,10 @@ from tests.rollout.served import served
 from tests.run.test_lag import (
     REWARD,
     ROWS,
-    Killed,
-    die_after_saving,
     outcome,
     rows_of,
     steps_of,
+    train_to_a_death,
 )
 from tests.run.test_ranks import write_model
 from tests.run.test_rollouters import config_of
@@ -131,10 +130,7 @@ def test_killed_between_any_two_steps_it_is_one_run_that_can_be_replayed(
     """
     config = free(2, precision=precision)
     for step in range(1, STEPS + 1):
-        with monkeypatch.context() as patch:
-            die_after_saving(patch)
-            with pytest.raises(Killed):
-                train(config, resume=step > 1)
+        train_to_a_death(monkeypatch, config, resume=step > 1)
     train(config, resume=True)
     assert list(config.output.glob("checkpoints/*/open_groups.safetensors"))
     assert replay(config.output, say=lambda _: None).differences == []
@@ -178,9 +174,7 @@ def test_other_bounds_and_steps_at_a_resume(
     for step in (1, 2):
         with monkeypatch.context() as patch:
             Hurried(0, patch, least=200)  # all that may begin is drawn to its end
-            die_after_saving(patch)
-            with pytest.raises(Killed):
-                train(free(before), resume=step > 1)
+            train_to_a_death(patch, free(before), resume=step > 1)
     config = free(after, training={"steps": steps, "learning_rate": 1e-2})
     train(config, resume=True, allowed=["async.max_staleness"] if after != before else [])
     assert ("learn from older ones" in capfd.readouterr().err) == (after < before)
@@ -196,9 +190,7 @@ def test_open_groups_that_a_bound_of_0_has_not_are_told(
 ) -> None:
     with monkeypatch.context() as patch:
         Hurried(0, patch, least=200)
-        die_after_saving(patch)
-        with pytest.raises(Killed):
-            train(free(2))
+        train_to_a_death(patch, free(2))
     with pytest.raises(CheckpointError, match=r"open_groups.* async.max_staleness .*set it to"):
         train(free(0), resume=True, allowed=["async.max_staleness"])
 
@@ -219,10 +211,7 @@ def test_a_schedule_that_time_has_made_is_replayed_and_resumed(
     # the last three steps again, by the lines that are there, and killed behind the first of them
     for step in range(4, STEPS + 1):
         shutil.rmtree(config.output / "checkpoints" / f"step_{step:06}")
-    with monkeypatch.context() as patch:
-        die_after_saving(patch)
-        with pytest.raises(Killed):
-            train(config, resume=True)
+    train_to_a_death(monkeypatch, config, resume=True)
     train(config, resume=True)
     assert schedule_of(config.output) == lines
     assert left_by(config.output) == expected
@@ -556,10 +545,7 @@ def test_an_open_group_of_another_prompt_is_refused(
     free: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the rule for changes leaves out."""
-    with monkeypatch.context() as patch:
-        die_after_saving(patch)
-        with pytest.raises(Killed):
-            train(free(2, data=rows_of(tmp_path, ROWS[:16])))
+    train_to_a_death(monkeypatch, free(2, data=rows_of(tmp_path, ROWS[:16])))
     config = free(2, data=rows_of(tmp_path, ROWS[15::-1]))
     monkeypatch.setattr(resume, "draws_others", lambda _: [])
     with pytest.raises(CheckpointError, match=r"open_groups: .* another prompt than train/"):

@@ -26,7 +26,7 @@ from tests.environments.servers import Count, serving
 from tests.run import acting
 from tests.run.test_environment import HELD_OUT, STOPS, TOOLS
 from tests.run.test_free_batches import Hurried, check_bounds, left_by, schedule_of
-from tests.run.test_lag import Killed, die_after_saving, steps_of
+from tests.run.test_lag import Killed, steps_of, train_to_a_death
 from tests.tiny import json_lines
 from tests.worlds import in_world
 
@@ -134,10 +134,7 @@ def test_a_schedule_that_time_has_made_is_replayed_and_resumed(
     for step in range(3, STEPS + 1):
         shutil.rmtree(config.output / "checkpoints" / f"step_{step:06}")
     ask_nothing(monkeypatch)
-    with monkeypatch.context() as patch:
-        die_after_saving(patch)
-        with pytest.raises(Killed):
-            train(config, silent(), resume=True)
+    train_to_a_death(monkeypatch, config, resume=True)
     train(config, silent(), resume=True)
     assert schedule_of(config.output) == lines
     assert left_with_answers(config.output) == expected
@@ -188,10 +185,7 @@ def test_killed_between_any_two_steps_it_is_one_run(
         monkeypatch.setattr(episodes, "read_turn", calls)
     config = free_acting(2, name)
     for step in range(1, STEPS + 1):
-        with monkeypatch.context() as patch:
-            die_after_saving(patch)
-            with pytest.raises(Killed):
-                train(config, silent(), resume=step > 1)
+        train_to_a_death(monkeypatch, config, resume=step > 1)
     assert train(config, silent(), resume=True).tokens_differing == 0
     check_bounds(config.output, 2, STEPS, config.training.prompts_per_step)
     check_answers(config.output)

@@ -36,17 +36,18 @@ class Killed(BaseException):
     """Stands for kill -9: nothing is cleaned up."""
 
 
-def die_after_saving(patch: pytest.MonkeyPatch) -> None:
-    """From now on a run is killed after its next step, whether that has left a checkpoint or
-    not.
-    """
+def train_to_a_death(patch: pytest.MonkeyPatch, config: RunConfig, resume: bool = False) -> None:
+    """A run that is killed after its next step, whether that has left a checkpoint or not."""
     save = CheckpointKeeper.save_if_due
 
     def save_and_die(self: CheckpointKeeper, step: int) -> None:
         save(self, step)
         raise Killed
 
-    patch.setattr(CheckpointKeeper, "save_if_due", save_and_die)
+    with patch.context() as patched:
+        patched.setattr(CheckpointKeeper, "save_if_due", save_and_die)
+        with pytest.raises(Killed):
+            train(config, resume=resume)
 
 
 @pytest.fixture
@@ -164,10 +165,7 @@ def test_killed_between_any_two_steps_and_resumed_it_leaves_the_same_bytes(
 
     config = lagging(lag, precision=precision)
     for step in range(1, STEPS + 1):
-        with monkeypatch.context() as patch:
-            die_after_saving(patch)
-            with pytest.raises(Killed):
-                train(config, resume=step > 1)
+        train_to_a_death(monkeypatch, config, resume=step > 1)
     train(config, resume=True)
     assert outcome(config.output) == expected
     shutil.rmtree(config.output / "checkpoints" / f"step_{STEPS:06}")
@@ -258,10 +256,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 def train_two_steps(config: RunConfig, patch: pytest.MonkeyPatch) -> None:
     """As a run that is killed behind its second checkpoint."""
     for step in (1, 2):
-        with patch.context() as patched:
-            die_after_saving(patched)
-            with pytest.raises(Killed):
-                train(config, resume=step > 1)
+        train_to_a_death(patch, config, resume=step > 1)
 
 
 @pytest.mark.few(2)

@@ -62,6 +62,7 @@ def test_changes_that_stay_keep_their_lines_and_others_are_written(tmp_path: Pat
     [
         "{}",
         '{"step": 2, "upd',
+        '{"step": 2, "upd\rate": 5}',
         "\0\0\0",
         "[1]",
         "5",

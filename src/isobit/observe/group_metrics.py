@@ -115,9 +115,12 @@ def describe_hidden(
     """
     special, found = special_token_ids(tokenizer), list[int]()
     for one in completions:
-        ends = {place for place in one.sequence.turn_ends if one.token_ids[place] in stop_token_ids}
-        rest = (token for place, token in enumerate(one.token_ids) if place not in ends)
-        found += [token for token in rest if token in special][:1]
+        ids = list(one.token_ids)
+        for end in reversed(one.sequence.turn_ends.tolist()):
+            if ids[end] in stop_token_ids:
+                del ids[end]
+        if not special.isdisjoint(ids):
+            found.append(next(token for token in ids if token in special))
     if not found:
         return None
     first = tokenizer.convert_ids_to_tokens(found)[0]

@@ -232,27 +232,32 @@ class Drafter:
         if planned is None:
             return
         seconds, learnt = self._began - began if began else 0.0, self._of(planned.samples)
+        come = 0
+        if planned.expected or planned.was_waited_for:
+            come = sum(map(_tokens, planned.samples)) - planned.tokens
         if self._learns:
-            self._charge(learnt, planned, seconds)
+            self._charge(learnt, planned, come, seconds)
         if planned.expected:
-            self._learn(learnt, planned, seconds)
+            self._learn(learnt, planned, come, seconds)
         elif seconds and self._flowing > 1:
             learnt.time(seconds / planned.device_s)
 
-    def _charge(self, learnt: _Learnt, planned: _Planned, seconds: float) -> None:
-        """Take from the budget what a step, which took so long, has cost."""
+    def _charge(self, learnt: _Learnt, planned: _Planned, come: int, seconds: float) -> None:
+        """Take from the budget what a step, with which so many tokens have come in so long, has
+        cost.
+        """
         known_s = max(1.0, learnt.plain) * planned.device_s + self._wait_s(planned.samples)
         steps = min(seconds, MOST * known_s) / (learnt.plain * planned.plain_s)
         learnt.budget += REFILL * steps
         if steps and (planned.expected or planned.was_waited_for):
-            drawn = sum(map(_tokens, planned.samples)) - planned.tokens
-            learnt.budget += drawn / len(planned.samples) - steps
+            learnt.budget += come / len(planned.samples) - steps
         learnt.budget = min(learnt.budget, BUDGET)
 
-    def _learn(self, learnt: _Learnt, planned: _Planned, seconds: float) -> None:
-        """What the guesses of a step, which took so long, have brought and cost."""
+    def _learn(self, learnt: _Learnt, planned: _Planned, come: int, seconds: float) -> None:
+        """What the guesses of a step, with which so many tokens have come in so long, have brought
+        and cost.
+        """
         samples = planned.samples
-        come = sum(map(_tokens, samples)) - planned.tokens
         brought = max(0, come - len(samples)) / planned.expected
         weight = LEARNT * planned.expected / (1 + planned.expected)  # one guess tells little
         learnt.accepted += weight * (min(brought, MOST * learnt.accepted) - learnt.accepted)

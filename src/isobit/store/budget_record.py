@@ -6,7 +6,6 @@ updates.  From the update after 13 others, in step 7:
     {"step": 7, "update": 13, "old": 4096, "new": 2048}
 """
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from itertools import takewhile
@@ -16,7 +15,7 @@ from isobit.store.journals import whole_lines
 from isobit.training.budget import BudgetChange
 from isobit.util.disk_space import LineFile
 from isobit.util.plain_files import read_plain
-from isobit.util.strict_json import json_line
+from isobit.util.strict_json import json_line, parsed_line
 
 
 def write_change(path: Path, step: int, change: BudgetChange) -> None:
@@ -34,12 +33,11 @@ def read_changes(path: Path, position: int, say: Callable[[str], None]) -> list[
     """
     changes = list[BudgetChange]()
     content = read_plain(path, largest=None)[position:] if path.is_file() else b""
-    for line in content.splitlines(keepends=True):
-        if not line.endswith(b"\n"):
-            break  # it was being written
+    *lines, _unfinished = content.split(b"\n")
+    for line in lines:
         try:
-            changes.append(BudgetChange.of_line(json.loads(line)))
-        except (KeyError, TypeError, ValueError, RecursionError):
+            changes.append(BudgetChange.of_line(parsed_line(line) or {}))
+        except (KeyError, TypeError):
             say(
                 f"{path} has a damaged line: the changes from there on are not made again, and "
                 "repeated steps may have other bits"

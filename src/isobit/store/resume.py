@@ -195,17 +195,17 @@ class Start:
         """
         states: dict[str, Any] = dict(checkpoint.state["extras"])
 
-        def drop() -> list[Dropped]:
+        def drop() -> dict[str, Dropped]:
             files = checkpoint.extras()
-            return [
-                one.dropped(states[name], files.get(name, {}), checkpoint.step, again)
+            return {
+                name: one.dropped(states[name], files.get(name, {}), checkpoint.step, again)
                 for name, one in ahead.items()
                 if name in states
-            ]
+            }
 
-        dropped = run_on_all(run.model.policy.world, drop)
-        names = [name for name in ahead if name in states]
-        states |= {name: one.state for name, one in zip(names, dropped, strict=True)}
+        parts = run_on_all(run.model.policy.world, drop)
+        states |= {name: one.state for name, one in parts.items()}
+        dropped = parts.values()
         if samples := sum(one.samples for one in dropped):
             tokens, have = sum(one.tokens for one in dropped), "have" if reasons[1:] else "has"
             self._say(

@@ -79,8 +79,7 @@ from isobit.kernels.triton.heads import heads_problem
 from isobit.precision.quant_tensor import E4M3
 
 PART = 8192
-
-
+"""Keys of a part."""
 SCALES = {E4M3: torch.uint8, torch.int8: torch.float32}
 """The dtype of the scales of K and V, by that of K."""
 

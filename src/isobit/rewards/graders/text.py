@@ -31,6 +31,7 @@ from isobit.records.text import (
     THINK_TAG,
     THOUGHT_TAG,
     Completion,
+    Episode,
     Prompt,
     ends_in_thinking,
 )
@@ -508,12 +509,17 @@ def environment_reward(prompt: Prompt, completion: Completion) -> float | None:
     if episode is not None and episode.failure == NO_REWARD:
         return None
     if episode is None or episode.reward is None:
-        why = "there is no environment"
-        if episode is not None:
-            why, message = episode.failure or "no get_reward", episode.failure_message
-            why = message if message.startswith(why) else f"{why}: {message}" if message else why
-        raise ValueError(f"the environment gave no reward: {why}")
+        raise ValueError(f"the environment gave no reward: {_why_none(episode)}")
     return episode.reward
+
+
+def _why_none(episode: Episode | None) -> str:
+    if episode is None:
+        return "there is no environment"
+    kind, message = episode.failure, episode.failure_message
+    if message.startswith(kind):  # an exception's name
+        return message or "no get_reward"
+    return f"{kind}: {message}" if message else kind
 
 
 def no_reward(prompt: Prompt, completion: Completion) -> float:
