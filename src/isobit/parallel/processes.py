@@ -54,8 +54,10 @@ class _StoreBoard:
             return self._store.add(f"counter/{name}", number)
 
     def post(self, name: str, note: bytes) -> None:
+        key = f"note/{name}"
         with _peers():
-            self._store.set(f"note/{name}", note)  # pyright: ignore[reportArgumentType] (takes bytes)
+            self._store.set(key, note)  # pyright: ignore[reportArgumentType] (takes bytes)
+            self._store.check([key])  # ``set`` does not wait until the store has it
 
     def read(self, name: str) -> bytes | None:
         key = f"note/{name}"
