@@ -15,26 +15,27 @@ weight is 0.
 
 **How many.** Of a sample's j-th guess the chance of being accepted is a^j, where a is the rate at
 which the table has foretold the sample's last tokens, whether these were guessed or not. In a step
-stand those guesses, and as many, that let all samples go on fastest: by the geometric mean of their
-expected tokens a second, since a rollout lasts until its slowest sample has ended; none where that
-is no more than without any. Seconds are those of the device's steps (``StepTimes``). A step with
-guesses has to be waited for. What that costs, what share of the guesses that were expected to be
-accepted were, and what steps without guesses take are learnt from the engine's own steps, two of
+stand those guesses, and as many, with which a token of a sample is expected to take the least time,
+in the mean of all samples, since a rollout lasts until its slowest sample has ended; none where
+that is no less than without any. Seconds are those of the device's steps (``StepTimes``). A step
+with guesses has to be waited for. What that costs, what share of the guesses that were expected to
+be accepted were, and what steps without guesses take are learnt from the engine's own steps, two of
 them by a clock; so the number of guesses depends on it, and nothing else does. Only guesses that
 stand in a plan count. Steps without guesses are timed first, and again after as much time as 400 of
 them take, in which others had guesses; what guesses bring is forgotten while there are none.
 
-Whatever is estimated and learnt, guesses have a budget of three steps and 2% of the time: what
-steps that were waited for took longer than steps without guesses would have for as many tokens.
-Where it is spent there are no guesses until time has passed.
+Whatever is estimated and learnt, guesses have a budget of three steps and 1% of the time, from
+which is taken by how much a step puts that sample behind which is furthest behind: by the steps
+without guesses that would have taken as long, less its tokens. What it catches up is given back.
+Where the budget is spent there are no guesses until time has passed.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, repeat
-from math import exp, inf, log, log1p
-from operator import mul, neg, truediv
+from itertools import accumulate, chain, pairwise, repeat
+from math import inf, log
+from operator import mul, neg, sub
 from typing import Protocol
 
 from isobit.memory.cache_size import SPECULATED_ROWS
@@ -68,9 +69,9 @@ TIMED_AGAIN, TIMED_SOON = 400.0, 100.0
 where what they take was last a mean: guesses that are kept by what once was slow cost no more, and
 where they are worth it this costs 1%.
 """
-BUDGET, REFILL = 3.0, 0.02
-"""Steps without guesses that guesses may cost, and the share of the time that is added to that; for
-each power of two of the samples.
+BUDGET, REFILL = 3.0, 0.01
+"""Steps without guesses that guesses may cost a sample, and the share of the time that is added to
+that; for each power of two of the samples.
 """
 LEAST, MOST = 1 / 8, 2.0
 """Multiples of the estimate, from which guesses can become dear again, and how many times what is
@@ -158,7 +159,7 @@ class _Planned:
     """A step of decoding samples alone."""
 
     samples: Sequence[Sample]
-    tokens: int  # that they had
+    drawn: Sequence[int]  # their tokens so far
     plain_s: float  # without guesses, by estimate
     device_s: float  # by estimate
     expected: float  # guesses to be accepted; 0 where it has none
@@ -232,32 +233,32 @@ class Drafter:
         if planned is None:
             return
         seconds, learnt = self._began - began if began else 0.0, self._of(planned.samples)
-        come = 0
-        if planned.expected or planned.was_waited_for:
-            come = sum(map(_tokens, planned.samples)) - planned.tokens
         if self._learns:
-            self._charge(learnt, planned, come, seconds)
+            self._charge(learnt, planned, seconds)
         if planned.expected:
-            self._learn(learnt, planned, come, seconds)
+            self._learn(learnt, planned, seconds)
         elif seconds and self._flowing > 1:
             learnt.time(seconds / planned.device_s)
 
-    def _charge(self, learnt: _Learnt, planned: _Planned, come: int, seconds: float) -> None:
-        """Take from the budget what a step, with which so many tokens have come in so long, has
-        cost.
+    def _charge(self, learnt: _Learnt, planned: _Planned, seconds: float) -> None:
+        """Take from the budget by how much a step, which has taken so long, has put the sample
+        behind that is furthest behind.
         """
-        known_s = max(1.0, learnt.plain) * planned.device_s + self._wait_s(planned.samples)
+        samples = planned.samples
+        known_s = max(1.0, learnt.plain) * planned.device_s + self._wait_s(samples)
         steps = min(seconds, MOST * known_s) / (learnt.plain * planned.plain_s)
         learnt.budget += REFILL * steps
         if steps and (planned.expected or planned.was_waited_for):
-            learnt.budget += come / len(planned.samples) - steps
+            before = _furthest_behind(samples)
+            for sample, drawn in zip(samples, planned.drawn, strict=True):
+                sample.behind += steps - (sample.drawn - drawn)
+            learnt.budget -= _furthest_behind(samples) - before
         learnt.budget = min(learnt.budget, BUDGET)
 
-    def _learn(self, learnt: _Learnt, planned: _Planned, come: int, seconds: float) -> None:
-        """What the guesses of a step, with which so many tokens have come in so long, have brought
-        and cost.
-        """
+    def _learn(self, learnt: _Learnt, planned: _Planned, seconds: float) -> None:
+        """What the guesses of a step, which has taken so long, have brought and cost."""
         samples = planned.samples
+        come = sum([sample.drawn for sample in samples]) - sum(planned.drawn)
         brought = max(0, come - len(samples)) / planned.expected
         weight = LEARNT * planned.expected / (1 + planned.expected)  # one guess tells little
         learnt.accepted += weight * (min(brought, MOST * learnt.accepted) - learnt.accepted)
@@ -279,11 +280,9 @@ class Drafter:
             length = max([sample.length for sample in decoding])
             (plain_s,) = self._seconds_of(plain, plain, length)
             (device_s,) = self._seconds_of(rows, rows, length) if drafts else (plain_s,)
-            tokens = sum(map(_tokens, decoding))
+            drawn = [sample.drawn for sample in decoding]
             expected = sum(sum(_chances(rate, count, 1.0)) for rate, count in drafts)
-            self._planned = _Planned(
-                decoding, tokens, plain_s, device_s, expected, self._has_waited
-            )
+            self._planned = _Planned(decoding, drawn, plain_s, device_s, expected, self._has_waited)
 
     @property
     def _learns(self) -> bool:
@@ -372,7 +371,8 @@ class Drafter:
             wait_s: what a step with guesses takes longer.
         """
         rows, foretold, learnt = len(decoding), foretold or [1.0] * len(rates), self._of(decoding)
-        runs = list(map(_gains, rates, most, foretold))
+        exist = [learnt.accepted * one for one in foretold]
+        runs = list(map(_gains, rates, most, exist))
         gains = sorted(chain.from_iterable(runs), reverse=True)
         del gains[SPECULATED_ROWS - rows :]
         if not gains:
@@ -383,9 +383,9 @@ class Drafter:
         if wait_s:
             seconds[0] *= learnt.plain
             seconds[1:] = [one + wait_s for one in seconds[1:]]
-        logs = accumulate([log1p(learnt.accepted * gain) for gain in gains], initial=0.0)
-        speeds = [exp(one / rows) / step_s for one, step_s in zip(logs, seconds, strict=True)]
-        best = speeds.index(max(speeds))
+        steps = accumulate(gains, sub, initial=float(rows))
+        times = [one * step_s for one, step_s in zip(steps, seconds, strict=True)]
+        best = times.index(min(times))
         if best == sum(most):
             self._least *= LOOKED_UP
             return list(most)
@@ -444,8 +444,9 @@ class Drafter:
         self._table.begin(sample, name)
 
 
-def _tokens(sample: Sample) -> int:
-    return len(sample.tokens)
+def _furthest_behind(samples: Sequence[Sample]) -> float:
+    """Steps by which the sample is behind that guesses have put furthest behind."""
+    return max(0.0, *[sample.behind for sample in samples])
 
 
 def _most_accepted(sample: Sample) -> float:
@@ -466,6 +467,8 @@ def _chances(rate: float, count: int, foretold: float) -> Iterable[float]:
 
 
 def _gains(rate: float, count: int, foretold: float) -> list[float]:
-    """The share that each of ``count`` guesses adds to the expected tokens of its sample so far."""
-    chances = list(_chances(rate, count, foretold))
-    return list(map(truediv, chances, accumulate(chances, initial=1.0)))
+    """The share of a step by which each of ``count`` guesses shortens a token of its sample: the
+    difference that it makes to the reciprocal of the tokens that are expected of a step.
+    """
+    tokens = accumulate(_chances(rate, count, foretold), initial=1.0)
+    return [1 / before - 1 / after for before, after in pairwise(tokens)]

@@ -338,6 +338,7 @@ class Sample(CachedTokens):
         "_stop_token_ids",
         "_stop_watch",
         "acceptance",
+        "behind",
         "drawn",
         "failure",
         "finish_reason",
@@ -379,6 +380,10 @@ class Sample(CachedTokens):
         """The rate at which a guess of its next token could be made."""
         self.acceptance = FIRST_RATE
         """The rate at which such guesses are right."""
+        self.behind = 0.0
+        """Steps by which guesses, its own and those of others, have put it behind; negative where
+        it is ahead.
+        """
         self.is_spoilt = False
         """Whether its K and V are to be computed again, without guesses from then on."""
         self.in_flight = 0
