@@ -32,6 +32,27 @@ def registers_and_stack(cubin: bytes) -> tuple[int, int]:
     return registers, stack
 
 
+def spills_in_loops(sass: str) -> list[int]:
+    """Loads and stores of what a thread has too few registers for, in each innermost loop in which
+    tensor cores multiply.
+    """
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*)", sass)
+    at = {int(address, 16): place for place, (address, _) in enumerate(lines)}
+    ends = [
+        (at[int(target.group(1), 16)], place)
+        for place, (_, text) in enumerate(lines)
+        if (target := re.search(r"\bBRA\b.*?\b0x([0-9a-f]+)", text))
+    ]
+    loops = [(first, last) for first, last in ends if first < last]
+    found = list[int]()
+    for first, last in loops:
+        body = "\n".join(text for _, text in lines[first : last + 1])
+        is_innermost = not any(first <= a and b < last for a, b in loops)
+        if is_innermost and re.search(r"\b\w*MMA\b", body):
+            found.append(len(re.findall(r"\b(?:LDL|STL)\b", body)))
+    return found
+
+
 def _said(cubin: bytes, flag: str) -> str:
     folder = Path(knobs.cache.dir) / "cuobjdump"
     digest = hashlib.sha256(triton.__version__.encode() + cubin).hexdigest()

@@ -13,9 +13,11 @@ from isobit.kernels.triton import attention, attention_decode, attention_prefill
 from isobit.kernels.triton.attention import PORTABLE
 from isobit.kernels.triton.heads import HEAD_SIZES, PAGE_TOKENS
 from tests.kernels.hopper.ahead_of_time import Compiled
+from tests.kernels.hopper.disassembly import disassembled, spills_in_loops
 from tests.kernels.hopper.test_compile import TYPES
 from tests.kernels.triton.assembled import (
     SHARED,
+    assemble,
     assert_assembles,
     assert_multiplies_by,
     compile_portable,
@@ -31,11 +33,19 @@ PRODUCTS = {"bf16": {HALF["bf16"]}, "int8": {INTEGER, HALF["f16"]}, "e4m3": {HAL
 EVERY = [(format, dim) for format in VALUES for dim in HEAD_SIZES]
 VARIANTS = [("one", 0), ("in order", 4096)]
 """How parts of keys are computed, and a window."""
-SPILLED = {96: 144, 128: 144}
+SPILLED = {64: 16, 96: 144, 128: 144}
 """Bytes of a thread in prefill, by the size of a head: Q, the products of a tile and the sums of 16
 queries fill its 255 registers, and what the loop does not change waits in memory.
 """
-SPILLED_IN_INT8 = {64: 160, 96: 768, 128: 784}
+SPILLED_IN_PARTS = {
+    "bf16": {64: 16, 96: 680, 128: 712, 256: 440},
+    "e4m3": {64: 224, 96: 944, 128: 968},
+    "int8": {64: 688, 96: 1856, 128: 1648},
+}
+"""The same of several parts of keys: the sums of those before wait while one is computed."""
+SPILLED_IN_LOOPS = 8
+"""Loads and stores of these in a loop over tiles."""
+SPILLED_IN_INT8 = {64: 376, 96: 768, 128: 784}
 """The same in tiles of 128 keys, whose products alone are 64 registers, and as many their weights:
 some wait in memory in the loop too, for which decode takes 0.6 to 0.7 of its time.
 """
@@ -118,9 +128,17 @@ def test_decode_and_prefill_multiply_alike(format: str, dim: int, parts: str, wi
 def test_every_card(format: str, dim: int, parts: str, window: int) -> None:
     most = dict.fromkeys(SHARED, SPILLED_BY_DECODE.get(dim, 0) if format == "bf16" else 0)
     assert_assembles(decode(format, dim, parts, window), most)
+    assert_prefill_assembles(prefill(format, dim, parts, window), format, dim, parts)
+
+
+def assert_prefill_assembles(made: Compiled, format: str, dim: int, parts: str) -> None:
     spilled = SPILLED_IN_INT8 if format == "int8" else SPILLED
-    most = dict.fromkeys(SHARED, spilled.get(dim, 0))
-    assert_assembles(prefill(format, dim, parts, window), most)
+    spilled = spilled if parts == "one" else SPILLED_IN_PARTS[format]
+    assert_assembles(made, dict.fromkeys(SHARED, spilled.get(dim, 0)))
+    for generation in (80, 90, 120):
+        in_loops = spills_in_loops(disassembled(assemble(made.ptx, generation).cubin))
+        assert len(in_loops) == 2
+        assert format == "int8" or max(in_loops) <= SPILLED_IN_LOOPS, (generation, in_loops)
 
 
 @pytest.mark.exhaustive
@@ -132,7 +150,7 @@ def test_sinks(format: str, parts: str, window: int) -> None:
     assert products(some) == products(many)
     most = dict.fromkeys(SHARED, SPILLED_BY_DECODE[64] if format == "bf16" else 0)
     assert_assembles(some, most)
-    assert_assembles(many, dict.fromkeys(SHARED, SPILLED_IN_INT8[64] if format == "int8" else 0))
+    assert_prefill_assembles(many, format, 64, parts)
 
 
 @pytest.mark.exhaustive

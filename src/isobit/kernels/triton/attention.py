@@ -20,9 +20,8 @@ nothing; parts are joined in ascending order:
 
     M' = max(M, m)    O' = o 2^(m - M') + O 2^(M - M')    L' = l 2^(m - M') + L 2^(M - M')
 
-Decode runs the parts of few sequences in parallel and joins them in a second kernel, and those of
-many one after the other; prefill has a launch for each part.  All do the same operations on the
-same numbers, because
+Decode runs the parts of few sequences in parallel and joins them in a second kernel; those of many,
+and prefill's, come one after the other.  All do the same operations on the same numbers, because
 
   - Tiles and parts start at multiples of their size from the sequence's position 0.
   - A product's bits depend on the instruction and on the order of its inner sum only, which are the

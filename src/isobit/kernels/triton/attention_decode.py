@@ -15,6 +15,7 @@ import triton.language as tl
 from isobit.kernels.triton import attention
 from isobit.kernels.triton.attention import PORTABLE, Build, PagedKeys, as_read, checked
 from isobit.kernels.triton.attention_tile import (
+    _added,
     _final_sum,
     _first_seen,
     _join,
@@ -203,17 +204,6 @@ def _decode_kernel(
             mask=stored,
         )
         tl.store(LSE + row, m + tl.math.log2(total), mask=valid)
-
-
-@triton.jit
-def _added(o, m, l, part_o, part_m, part_l, AXIS: tl.constexpr):
-    """``_join``, or the part as it is where no key was seen before: not even a zero's sign changes
-    then.
-    """
-    joined_o, joined_m, joined_l = _join(o, m, l, part_o, part_m, part_l, AXIS)
-    is_first = m == -float("inf")
-    o = tl.where(tl.expand_dims(is_first, AXIS), part_o, joined_o)
-    return o, tl.where(is_first, part_m, joined_m), tl.where(is_first, part_l, joined_l)
 
 
 @triton.jit

@@ -1,5 +1,5 @@
 """Attention of many queries a sequence, packed: prompts, and the forward of training
-(``isobit.kernels.triton.attention``).  Each part of the keys has a launch.
+(``isobit.kernels.triton.attention``).
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -13,9 +13,9 @@ import triton.language as tl
 from isobit.kernels.triton import attention
 from isobit.kernels.triton.attention import PORTABLE, Build, PackedKeys, as_read, checked
 from isobit.kernels.triton.attention_tile import (
+    _added,
     _final_sum,
     _first_seen,
-    _join,
     _multiplied,
     _weigh,
     _with_sink,
@@ -113,17 +113,13 @@ def _prefill_part(
 
 @triton.jit
 def _prefill_kernel(
-    Q, Q_SCALE, K, K_SCALE, V, V_SCALE, SINKS, Q_START, Q_COUNT, K_START, LENGTH, O, LSE, PART_O,
-    PART_M, PART_L, c, start,
+    Q, Q_SCALE, K, K_SCALE, V, V_SCALE, SINKS, Q_START, Q_COUNT, K_START, LENGTH, O, LSE, c,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     PART: tl.constexpr, NQ: tl.constexpr,
     STAGES: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One program NQ consecutive queries of one head; the queries are the last Q_COUNT of LENGTH
-    tokens (all of them, in training).
-
-    Each part has a launch, beginning at key ``start``.  PART_O, PART_M and PART_L hold what is
-    joined so far.
+    tokens (all of them, in training).  SPLIT: there may be several parts.
     """
     h = tl.program_id(0)
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
@@ -139,13 +135,7 @@ def _prefill_kernel(
     first_position = length - count + block * NQ
     first_seen = _first_seen(first_position, WINDOW)
     end = tl.minimum(length, first_position + NQ)
-    if start >= end:
-        return
-    first_tile = start
-    if WINDOW:
-        if start + PART <= first_seen:
-            return
-        first_tile = tl.maximum(start, first_seen // TILE * TILE)
+    first_tile = first_seen // TILE * TILE
     k_start = tl.load(K_START + b).to(tl.int64)
     query = block * NQ + tl.arange(0, NQ)
     valid = query < count
@@ -161,32 +151,32 @@ def _prefill_kernel(
     if SCALED:
         K_SCALE += k_start * G + g
         V_SCALE += k_start * G + g
-    m, total, acc = _prefill_part(
-        q, q_scale, K, K_SCALE, V, V_SCALE, c, first_tile, tl.minimum(end, start + PART),
-        first_position, position, length,
-        G, D, WIDTH, TILE, NQ, STAGES, SCALED, WINDOW,
-    )  # fmt: skip
-    place = row[:, None] * D + d[None, :]
-
-    # Join it to the parts of earlier launches; the last part goes on to divide.
     if SPLIT:
-        if start > first_seen:
-            before = tl.load(PART_O + place, mask=stored, other=0.0)
-            before_m = tl.load(PART_M + row, mask=valid, other=0.0)
-            before_total = tl.load(PART_L + row, mask=valid, other=1.0)
-            joined, joined_m, joined_total = _join(before, before_m, before_total, acc, m, total, 1)
-            # A query before this part sees none of its keys: its m is -inf.
-            reached = position >= start
-            acc = tl.where(reached[:, None], joined, before)
-            m = tl.where(reached, joined_m, before_m)
-            total = tl.where(reached, joined_total, before_total)
-        if end > start + PART:
-            tl.store(PART_O + place, acc, mask=stored)
-            tl.store(PART_M + row, m, mask=valid)
-            tl.store(PART_L + row, total, mask=valid)
-            return
+        acc = tl.zeros([NQ, WIDTH], tl.float32)
+        m = tl.full([NQ], -float("inf"), tl.float32)
+        total = tl.zeros([NQ], tl.float32)
+        for begin in tl.range(first_seen // PART * PART, end, PART):
+            part_m, part_total, o = _prefill_part(
+                q, q_scale, K, K_SCALE, V, V_SCALE, c, tl.maximum(begin, first_tile),
+                tl.minimum(end, begin + PART), first_position, position, length,
+                G, D, WIDTH, TILE, NQ, STAGES, SCALED, WINDOW,
+            )  # fmt: skip
+            added, added_m, added_total = _added(acc, m, total, o, part_m, part_total, 1)
+            reached = position >= begin  # a query before this part sees none of its keys
+            acc = tl.where(reached[:, None], added, acc)
+            m = tl.where(reached, added_m, m)
+            total = tl.where(reached, added_total, total)
+    else:
+        m, total, acc = _prefill_part(
+            q, q_scale, K, K_SCALE, V, V_SCALE, c, first_tile, end, first_position, position,
+            length, G, D, WIDTH, TILE, NQ, STAGES, SCALED, WINDOW,
+        )  # fmt: skip
     acc, m, total = _with_sink(acc, m, total, SINKS, h, 1)
-    tl.store(O + place, (acc * (1.0 / total)[:, None]).to(tl.bfloat16), mask=stored)
+    tl.store(
+        O + row[:, None] * D + d[None, :],
+        (acc * (1.0 / total)[:, None]).to(tl.bfloat16),
+        mask=stored,
+    )
     tl.store(LSE + row, m + tl.math.log2(total), mask=valid)
 
 
@@ -214,22 +204,15 @@ def prefill_attention(
     tokens, heads, dim = queries.shape
     kv_heads = keys.keys.shape[1]
     form = checked(queries, query_scales, keys, build)
-    split = max_length > attention.PART
     output = torch.empty((tokens, heads, dim), dtype=torch.bfloat16, device=queries.device)
     log_sum_exp = torch.empty((tokens, heads), dtype=torch.float32, device=queries.device)
-    part_output, part_max, part_sum = output, log_sum_exp, log_sum_exp  # unused with one part
-    if split:
-        part_output = log_sum_exp.new_empty((tokens, heads, dim))
-        part_max, part_sum = log_sum_exp.new_empty((2, tokens, heads))
     (q, k, v), c = as_read(build, queries, keys.keys, keys.values)
-    # A launch reads what the one before it wrote: the stream keeps them in order.
-    for start in range(0, max_length, attention.PART):
-        _prefill_kernel[(heads, triton.cdiv(max_count, form.queries), lengths.numel())](
-            q, query_scales, k, keys.key_scales, v, keys.value_scales, sinks,
-            query_starts, query_counts, key_starts,
-            lengths, output, log_sum_exp, part_output, part_max, part_sum, c, start,
-            heads, kv_heads, dim, triton.next_power_of_2(dim), form.tile, attention.PART,
-            form.queries, form.prefill_stages, split, query_scales is not None, window or 0,
-            num_warps=form.prefill_warps, num_stages=form.prefill_stages, enable_fp_fusion=False,
-        )  # fmt: skip
+    _prefill_kernel[(heads, triton.cdiv(max_count, form.queries), lengths.numel())](
+        q, query_scales, k, keys.key_scales, v, keys.value_scales, sinks, query_starts,
+        query_counts, key_starts, lengths, output, log_sum_exp, c,
+        heads, kv_heads, dim, triton.next_power_of_2(dim), form.tile, attention.PART,
+        form.queries, form.prefill_stages, max_length > attention.PART, query_scales is not None,
+        window or 0,
+        num_warps=form.prefill_warps, num_stages=form.prefill_stages, enable_fp_fusion=False,
+    )  # fmt: skip
     return output, log_sum_exp

@@ -190,3 +190,14 @@ def _join(o, m, l, part_o, part_m, part_l, AXIS: tl.constexpr):
         by_query = tl.broadcast_to(tl.expand_dims(new, AXIS), part_o.shape)
         o = tl.math.fma(part_o, by_query, o * tl.expand_dims(old, AXIS))
     return o, m_new, tl.math.fma(part_l, new, l * old)
+
+
+@triton.jit
+def _added(o, m, l, part_o, part_m, part_l, AXIS: tl.constexpr):
+    """``_join``, or the part as it is where no key was seen before: not even a zero's sign changes
+    then.
+    """
+    joined_o, joined_m, joined_l = _join(o, m, l, part_o, part_m, part_l, AXIS)
+    is_first = m == -float("inf")
+    o = tl.where(tl.expand_dims(is_first, AXIS), part_o, joined_o)
+    return o, tl.where(is_first, part_m, joined_m), tl.where(is_first, part_l, joined_l)
