@@ -20,6 +20,7 @@ from isobit.config.load import (
 )
 from isobit.config.precision import PrecisionConfig, precision_name
 from isobit.config.recipes import RunConfig, SftConfig
+from isobit.config.reward import RewardConfig
 from isobit.util.errors import ConfigError
 
 MINIMAL = """
@@ -407,3 +408,47 @@ def test_a_flow_is_named_as_a_recipe_names_it(name: str) -> None:
     table = precision.model_dump(mode="json", exclude_defaults=True)
     without = {"preset": precision.preset, **table}
     assert precision_name(without) == name, "also without what is as by default"
+
+
+@pytest.mark.parametrize(
+    ("table", "words", "expected"),
+    [
+        (
+            'reward = {function = "math_verify", options = {seconds = 1}, weight = 2}',
+            ["--reward.model", "m"],
+            {"model": "m", "weight": 2},
+        ),
+        ('reward = {model = "m"}', ["--reward.function", "f"], {"function": "f"}),
+        (
+            'reward.parts.a = {function = "f", options = {k = 1}, weight = 3}',
+            ["--reward.parts.a.model", "m"],
+            {"parts": {"a": {"model": "m", "weight": 3}}},
+        ),
+        (
+            'reward.parts = {a = {model = "m"}, b = {model = "n"}}',
+            ["--reward.parts.a.function=f"],
+            {"parts": {"a": {"function": "f"}, "b": {"model": "n"}}},
+        ),
+        ('environment.class = "guess"', ["--environment.verifiers", "v"], {"verifiers": "v"}),
+        ('environment.verifiers = "v"', ["--environment.openenv", "ws://a"], {"openenv": "ws://a"}),
+        ('environment.openenv = "ws://a"', ["--environment.class", "guess"], {"class": "guess"}),
+        ("training.warmup_updates = 3", ["--training.warmup_ratio=0.1"], {"warmup_ratio": 0.1}),
+        ("training.warmup_ratio = 0.1", ["--training.warmup_updates=3"], {"warmup_updates": 3}),
+        ("training.warmup_updates = 3", ["--training.warmup_ratio=0"], {"warmup_updates": 3}),
+        ("training.steps = 3", ["--data.epochs=2"], {}),
+        ("data.epochs = 3", ["--training.steps=2"], {"steps": 2}),
+    ],
+)
+def test_an_override_replaces_the_key_that_excludes_it(table, words, expected, recipe):
+    values = tomllib.loads(table)
+    changed = apply_overrides(values, read_words(words, RunConfig).overrides)
+    name = "training" if "epochs" in table + words[0] else next(iter(values))
+    assert {key: value for key, value in changed[name].items() if value != 0} == expected
+    assert values == tomllib.loads(table)
+
+
+def test_two_overrides_that_exclude_one_another_are_refused_as_two_keys_of_a_file_are(recipe):
+    path = recipe("reward.function = 'f'\n" + MINIMAL)
+    both = load_config(path, ["--reward.model", "m", "--reward.function", "g"]).reward
+    assert (both.model, both.function) == ("m", "g")
+    assert load_config(path, ["--reward.model", "m"]).reward == RewardConfig(model="m")

@@ -152,6 +152,19 @@ _NAMED: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 """Tables that may be given as a name, and what the name stands for."""
 
+_REPLACED = {
+    "reward.model": ("reward.function", "reward.options"),
+    "reward.function": ("reward.model",),
+    "environment.class": ("environment.verifiers", "environment.openenv"),
+    "environment.verifiers": ("environment.class", "environment.openenv"),
+    "environment.openenv": ("environment.class", "environment.verifiers"),
+    "training.warmup_ratio": ("training.warmup_updates",),
+    "training.warmup_updates": ("training.warmup_ratio",),
+    "training.steps": ("data.epochs",),
+    "data.epochs": ("training.steps",),
+}
+"""Keys of which a recipe may have one, and what an override of one replaces in the recipe."""
+
 
 @dataclass(slots=True)
 class Words:
@@ -234,14 +247,37 @@ def apply_overrides(values: Mapping[str, Any], overrides: Iterable[Override]) ->
     """A copy of ``values`` with the overrides set, in order; missing tables are made.
 
     A list is replaced as a whole. ``--precision NAME`` and ``--algorithm NAME`` change the name and
-    keep the table's other choices. Raises ConfigError for a key below a value that is not a table.
+    keep the table's other choices. ``--reward.model`` replaces a function, and likewise of other
+    keys that exclude one another. Raises ConfigError for a key below a value that is not a table.
     """
+    overrides = list(overrides)
+    result = _copied(values, overrides)
+    for parts, value in overrides:
+        _set(result, parts, value)
+    return result
+
+
+def _copied(values: Mapping[str, Any], overrides: Iterable[Override]) -> dict[str, Any]:
+    """The values without those that the overrides replace by another key."""
     result: dict[str, Any] = {}
     for name, value in values.items():
         _set(result, (name,), copy.deepcopy(value))
     for parts, value in overrides:
-        _set(result, parts, value)
+        for key in _replaced_by(parts) if value else ():
+            table: Any = result
+            for part in key[:-1]:
+                table = table.get(part) if isinstance(table, dict) else None
+            if isinstance(table, dict):
+                table.pop(key[-1], None)
     return result
+
+
+def _replaced_by(parts: tuple[str, ...]) -> list[tuple[str, ...]]:
+    *above, last = parts
+    if len(parts) == 4 and parts[:2] == ("reward", "parts"):
+        others = _REPLACED.get(f"reward.{last}", ())
+        return [(*above, other.removeprefix("reward.")) for other in others]
+    return [tuple(other.split(".")) for other in _REPLACED.get(".".join(parts), ())]
 
 
 def _set(table: dict[str, Any], parts: tuple[str, ...], value: Any) -> None:
@@ -308,7 +344,7 @@ def build_with(
 ) -> Model:
     """The values under the words of a command line, built; the faults of both are in one list."""
     words = read_words(overrides, model)
-    tables = apply_overrides(values, ())
+    tables = _copied(values, words.overrides)
     for parts, value in words.overrides:
         try:
             _set(tables, parts, value)
