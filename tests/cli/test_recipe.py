@@ -80,7 +80,7 @@ def test_files_that_files_name_come_too_and_nothing_is_replaced(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["recipe", "quickstat"], "no recipe 'quickstat'; did you mean quickstart?; the shipped"),
+        (["recipe", "quickstat"], "tens.ipynb; did you mean quickstart?"),
         (["recipe", "starter"], "made by tools of a checkout; the shipped recipes are checkpoint,"),
         (["recipe", "../recipes/tens"], "there is no recipe '../recipes/tens'"),
         (["recipe", "--out", "x"], "--out is for one recipe: name it"),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _COMMAND = Command(
     "doctor",
     "Test this machine: versions, disk and memory, the quantisers against stored bytes, every "
-    "kernel for exactness at one thread\nand at all, and the starter model.  Takes half a minute "
+    "kernel for exactness at one thread and at all, and the starter model.  Takes half a minute "
     "to two minutes on a CPU; exits 1 where anything failed.",
     [
         option(
@@ -31,7 +31,6 @@ _COMMAND = Command(
         ),
         JSON,
     ],
-    keeps_lines=True,
 )
 _MARKS = {"pass": "pass", "warn": "WARN", "fail": "FAIL"}
 

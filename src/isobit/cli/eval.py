@@ -83,7 +83,6 @@ _COMMAND = Command(
         JSON,
     ],
     also_keys("precision, rollout, data and evaluation"),
-    keeps_lines=True,
 )
 _REWARD_MODEL = Command(
     "eval",

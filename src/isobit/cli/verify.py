@@ -226,9 +226,8 @@ def _command(with_folder: bool) -> Command:
     return Command(
         "verify",
         "Generate ragged batches with preemption, chunking and prefix sharing, and compare every "
-        "recorded log-probability\nwith the training forward, bit for bit.  Exits 1 on any "
+        "recorded log-probability with the training forward, bit for bit.  Exits 1 on any "
         "difference, 2 where something could not be compared.",
         [FOLDER, *options] if with_folder else options,
         also_keys("precision, device and back_end"),
-        keeps_lines=True,
     )

@@ -115,8 +115,8 @@ def read_shipped(name: str) -> ShippedRecipe:
         )
     if name not in known:
         raise ConfigError(
-            f"there is no recipe {name!r}{did_you_mean(name, known)}; the shipped recipes are "
-            f"{', '.join(known)}"
+            f"there is no recipe {name!r}; the shipped recipes are "
+            f"{', '.join(known)}{did_you_mean(name, known)}"
         )
     folder = shipped_folder()
     path = folder / (name if "." in name else f"{name}.toml")
