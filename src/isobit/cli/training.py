@@ -303,10 +303,14 @@ def _check_agrees(
 
 
 def _print_plan(plan: "DryRun", verbose: bool) -> None:
-    from isobit.observe.console import printable
+    from isobit.observe.console import Console, printable
     from isobit.util.machine import read_memory
 
-    print(printable("\n".join(plan.describe(read_memory(), verbose))))
+    lines = plan.describe(read_memory(), verbose)
+    if verbose:  # the recipe stays TOML, whose lines no terminal may break
+        print(printable("\n".join(lines)))
+    else:
+        Console().lines(lines)
 
 
 def _launch(command: str, config: Recipe, arguments: Sequence[str]) -> None:
