@@ -271,7 +271,23 @@ def test_a_file_that_is_no_toml_is_refused_by_name(tmp_path, content, expected):
 def test_a_missing_table_file_or_a_directory_is_refused_by_name(recipe, tmp_path):
     assert "data: missing" in refusal(recipe('output = "runs/x"'))
     assert refusal(tmp_path / "none.toml").startswith(f"{tmp_path / 'none.toml'}: no such file")
-    assert refusal(tmp_path).startswith(f"{tmp_path}: cannot be read")
+    assert refusal(tmp_path / "recipe.toml" / "x").endswith("cannot be read: Not a directory")
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ([], "name a recipe, which is a TOML file"),
+        (["run.json", "config.json"], "it is that of a run, with which --resume goes on"),
+        (["config.json"], "it is a model's: name a recipe, and --model {}"),
+        (["adapter_config.json"], "it is a model's: name a recipe, and --model {}"),
+        (["b.toml", "a.toml", "c.py"], "name a recipe in it: a.toml, b.toml"),
+    ],
+)
+def test_a_directory_is_no_recipe_and_says_what_it_is(files, said, tmp_path):
+    for name in files:
+        (tmp_path / name).write_text("")
+    assert refusal(tmp_path).startswith(f"{tmp_path}: a directory; {said.format(tmp_path)}")
 
 
 def test_a_dumped_configuration_holds_every_default_and_loads_to_an_equal_one(recipe):

@@ -27,7 +27,7 @@ from isobit.config.keys import is_key
 from isobit.config.precision import chosen_options
 from isobit.config.recipes import RECIPES, RunConfig
 from isobit.config.refusals import config_error, listed_error, refused_lines
-from isobit.config.shipped import how_to_get
+from isobit.config.shipped import how_to_get, in_place_of
 from isobit.util.errors import ConfigError
 from isobit.util.plain_files import open_plain
 
@@ -43,6 +43,8 @@ def read_toml(path: Path) -> dict[str, Any]:
             content = file.read(LARGEST_FILE + 1)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; {how_to_get(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: a directory; {in_place_of(path)}") from None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{path}: cannot be read: {reason}") from None
