@@ -393,8 +393,14 @@ def test_an_episode_that_ends_while_nothing_is_asked_does_not_begin_anew(tmp_pat
         (f"{TOOLS}:Undocumented", "the tool 'act' of Undocumented has no schema"),
         ("nowhere.py:Class", "there is no file nowhere.py"),
         ("nowhere:Class", "fails on import: ModuleNotFoundError"),
+        (str(TOOLS), "names no class of the file; expected .*:Class, and its classes are Counter"),
+        ("nowhere.py", "there is no file nowhere.py"),
+        ("calculater", "or one of calculator, .*; did you mean 'calculator'"),
+        ("serach", "did you mean 'search'"),
+        ("Python", "did you mean 'python'"),
+        ("shop", "cannot read the environment 'shop'; expected 'path/to/file.py:Class'"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_refused(place: str, message: str) -> None:
-    with pytest.raises(ToolError, match=message), environments(place):
-        pass
+    with pytest.raises(ToolError, match=message):
+        Environments[str](EnvironmentConfig.model_validate({"class": place}), MOST).tools()

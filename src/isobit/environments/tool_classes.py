@@ -31,6 +31,7 @@ _NOT_TOOLS = ("reset", "get_reward", "get_turn_reward")
 def load_class(place: str) -> type:
     """The class ``path/to/file.py:Class`` or ``module:Class``.  Raises ToolError."""
     source, _, name = place.rpartition(":")
+    source = source or place
     try:
         if source.endswith(".py"):
             if not Path(source).is_file():
@@ -40,7 +41,7 @@ def load_class(place: str) -> type:
                 )
             module = run_file(Path(source), f"isobit_environment_{Path(source).stem}")
         else:
-            module = importlib.import_module(source or place)
+            module = importlib.import_module(source)
     except (Exception, SystemExit) as error:
         if isinstance(error, ToolError):
             raise
@@ -49,6 +50,11 @@ def load_class(place: str) -> type:
     cls = getattr(module, name, None)
     if not inspect.isclass(cls):
         classes = describe_missing(module, name, inspect.isclass)
+        if place == source:
+            raise ToolError(
+                f"the environment {place!r} names no class of the file; expected {place}:Class, "
+                f"and its classes are {classes}"
+            )
         raise ToolError(f"{source} has no class {name!r}; its classes are {classes}")
     return cls
 
