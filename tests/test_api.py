@@ -11,7 +11,7 @@ import pytest
 
 import isobit
 from isobit.api import _configured
-from isobit.config.recipes import RunConfig
+from isobit.config.recipes import RunConfig, SftConfig
 from isobit.util.errors import ConfigError
 
 DATA = {"train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 8}}
@@ -152,6 +152,32 @@ def test_a_reward_takes_the_place_of_the_recipes_and_rows_of_its_data(tmp_path: 
         assert config.data.train.type == "rows" and config.data.train.count == len(ROWS)
     with _configured(RunConfig, recipe, {"reward": {"options": {"y": 2}}}) as config:
         assert config.reward.options == {"x": 1, "y": 2}, "a table changes keys, as ever"
+
+
+@pytest.mark.parametrize(
+    ("schema", "data", "expected"),
+    [
+        (RunConfig, {"prompt": "question"}, {"prompt": "question"}),
+        (RunConfig, {"limit": 2, "epochs": 3}, {"limit": 2}),
+        (RunConfig, {"system": "Add.", "chat": False}, {"system": "Add."}),
+        (RunConfig, {"tools": "", "eval": {"held_out": ROWS[:1]}}, {"tools": ""}),
+        (SftConfig, {"completion": "answer"}, {"completion": "answer"}),
+        (SftConfig, {"messages": "talk", "max_tokens": 9}, {"messages": "talk"}),
+    ],
+)
+def test_a_table_of_rows_is_that_of_training(
+    schema: type[RunConfig] | type[SftConfig],
+    data: dict[str, Any],
+    expected: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    changes = {"output": tmp_path / "a", "data": {"rows": ROWS, **data}}
+    with _configured(schema, {}, changes) as config:
+        train = config.data.train.model_dump(exclude_unset=True)
+        assert {key: train[key] for key in expected} == expected
+        assert train["count"] == len(ROWS)
+        others = config.data.model_dump(exclude_unset=True)
+        assert {*others} == {"train", *data} - {*expected}
 
 
 @pytest.mark.parametrize(
