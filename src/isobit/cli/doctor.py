@@ -73,6 +73,8 @@ def _announce(name: str) -> None:
 
 
 def _print_finding(finding: "Finding") -> None:
-    print(f"{_MARKS[finding.status]}  {finding.name:<26}  {finding.detail}", flush=True)
+    from isobit.observe.console import Console
+
+    Console().line(f"{_MARKS[finding.status]}  {finding.name:<26}  {finding.detail}")
     if finding.fix:
-        print(f"      fix: {finding.fix}", flush=True)
+        Console().line(f"      fix: {finding.fix}")

@@ -202,6 +202,9 @@ def _print_result(result: "VerifyResult") -> None:
             say("no log-probability shows it; --bisect says more")
     for missing in result.missing:
         print(f"not proved: {missing}", file=sys.stderr)
+    if result.missing:
+        larger = "larger --prompts, --samples or --max-new-tokens usually make these happen"
+        print(larger, file=sys.stderr)
 
 
 def _command(with_folder: bool) -> Command:
