@@ -387,6 +387,26 @@ def test_an_episode_that_ends_while_nothing_is_asked_does_not_begin_anew(tmp_pat
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
+    ("place", "options", "message"),
+    [
+        ("search", {}, r"do not fit Search._prepare\(.*missing .*'folder'; given are none"),
+        ("search", {"fodler": "x"}, r"missing .*'folder'; given are 'fodler'"),
+        ("guess", {"x": 1}, r"do not fit Guess\(.*'x'; given are 'x'"),
+        ("python", {"secnods": 1}, r"do not fit Python\(.*'secnods'"),
+        (f"{TOOLS}:Counter", {"steps": 2}, r"do not fit Counter\(step: int = 1\)"),
+        (f"{TOOLS}:Hostile", {"a": "env:HOME"}, "given are 'a'"),
+    ],
+)
+def test_options_that_a_class_does_not_take_are_refused(
+    place: str, options: dict[str, Any], message: str
+) -> None:
+    config = EnvironmentConfig.model_validate({"class": place, "options": options})
+    with pytest.raises(ToolError, match=message):
+        Environments[str](config, MOST).tools()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
     ("place", "message"),
     [
         (f"{TOOLS}:Cuonter", "did you mean 'Counter'"),

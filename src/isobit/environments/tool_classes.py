@@ -91,6 +91,22 @@ def schemas_of(cls: type) -> list[dict[str, Any]]:
     return schemas
 
 
+def _check_options(cls: type, options: Mapping[str, Any]) -> None:
+    """Raise ToolError for options that the class or its ``_prepare`` cannot be called with."""
+    for called in [cls, *([cls._prepare] if hasattr(cls, "_prepare") else [])]:
+        try:
+            signature = inspect.signature(called)
+        except ValueError:  # of a class in C
+            continue
+        try:
+            signature.bind(**options)
+        except TypeError as error:
+            raise ToolError(
+                f"environment.options do not fit {called.__qualname__}{signature}: {error}; given "
+                f"are {', '.join(map(repr, options)) or 'none'}"
+            ) from None
+
+
 class HostedClass:
     """A class whose public methods are tools."""
 
@@ -100,6 +116,7 @@ class HostedClass:
             self._class, self._rewards = unpacked_environment(start.packed)
         else:
             self._class = load_class(start.place)
+        _check_options(self._class, start.options)
         said = self._class._prepare(**start.options) if hasattr(self._class, "_prepare") else None
         self._note = said if isinstance(said, str) else ""
 
