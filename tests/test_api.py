@@ -265,6 +265,11 @@ def test_a_reward_of_environments_stands_beside_others() -> None:
     [
         ({"reward_funcs": [of_shops]}, r"reward_funcs is a name of TRL's; here it is reward=\[f"),
         ({"environment_factory": Shop}, "here it is environment=CLASS"),
+        (
+            {"reward_funcs": [of_shops], "train_dataset": [], "eval_dataset": []},
+            r"(?s)reward=\[f.*train_dataset .* data=ROWS.*eval_dataset .* data=\{",
+        ),
+        ({"reward_func": len, "environment_factory": Shop}, r"reward=f\n.*environment=CLASS"),
         ({"train_dataset": []}, "here it is data=ROWS"),
         ({"reward": of_shops}, "'of_shops' takes the objects of episodes: give their class beside"),
         ({"environment": {"class": Shop()}}, "expected a class whose public methods are the tools"),

@@ -264,9 +264,13 @@ def _renamed(table: Mapping[str, Any], held: Held) -> Mapping[str, Any]:
     """A table with TRL's ``tools`` as the environment, and the environment with those rewards that
     take its objects, and rows as those of training.  Raises ConfigError for TRL's other names.
     """
-    for name, own in _IN_PYTHON.items():
-        if name in table and not isinstance(table[name], str):
-            raise ConfigError(f"{name} is a name of TRL's; here it is {own}")
+    theirs = [
+        f"{name} is a name of TRL's; here it is {own}"
+        for name, own in _IN_PYTHON.items()
+        if name in table and not isinstance(table[name], str)
+    ]
+    if theirs:
+        raise ConfigError(*theirs)
     data = table.get("data")
     if isinstance(data, Mapping) and "rows" in data and "train" not in data:
         table = {**table, "data": _for_training(data)}
