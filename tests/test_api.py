@@ -11,7 +11,7 @@ import pytest
 
 import isobit
 from isobit.api import _configured
-from isobit.config.recipes import RunConfig
+from isobit.config.recipes import RunConfig, SftConfig
 from isobit.util.errors import ConfigError
 
 DATA = {"train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 8}}
@@ -155,6 +155,32 @@ def test_a_reward_takes_the_place_of_the_recipes_and_rows_of_its_data(tmp_path: 
 
 
 @pytest.mark.parametrize(
+    ("schema", "data", "expected"),
+    [
+        (RunConfig, {"prompt": "question"}, {"prompt": "question"}),
+        (RunConfig, {"limit": 2, "epochs": 3}, {"limit": 2}),
+        (RunConfig, {"system": "Add.", "chat": False}, {"system": "Add."}),
+        (RunConfig, {"tools": "", "eval": {"held_out": ROWS[:1]}}, {"tools": ""}),
+        (SftConfig, {"completion": "answer"}, {"completion": "answer"}),
+        (SftConfig, {"messages": "talk", "max_tokens": 9}, {"messages": "talk"}),
+    ],
+)
+def test_a_table_of_rows_is_that_of_training(
+    schema: type[RunConfig] | type[SftConfig],
+    data: dict[str, Any],
+    expected: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    changes = {"output": tmp_path / "a", "data": {"rows": ROWS, **data}}
+    with _configured(schema, {}, changes) as config:
+        train = config.data.train.model_dump(exclude_unset=True)
+        assert {key: train[key] for key in expected} == expected
+        assert train["count"] == len(ROWS)
+        others = config.data.model_dump(exclude_unset=True)
+        assert {*others} == {"train", *data} - {*expected}
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"reward": [lambda: 0, lambda: 1]}, "two rewards are called 'lambda'; name them"),
@@ -239,6 +265,11 @@ def test_a_reward_of_environments_stands_beside_others() -> None:
     [
         ({"reward_funcs": [of_shops]}, r"reward_funcs is a name of TRL's; here it is reward=\[f"),
         ({"environment_factory": Shop}, "here it is environment=CLASS"),
+        (
+            {"reward_funcs": [of_shops], "train_dataset": [], "eval_dataset": []},
+            r"(?s)reward=\[f.*train_dataset .* data=ROWS.*eval_dataset .* data=\{",
+        ),
+        ({"reward_func": len, "environment_factory": Shop}, r"reward=f\n.*environment=CLASS"),
         ({"train_dataset": []}, "here it is data=ROWS"),
         ({"reward": of_shops}, "'of_shops' takes the objects of episodes: give their class beside"),
         ({"environment": {"class": Shop()}}, "expected a class whose public methods are the tools"),

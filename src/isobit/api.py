@@ -31,6 +31,7 @@ from isobit.commands.evaluate import evaluate_folder
 from isobit.commands.rollout import rollout_folder
 from isobit.config.base import Strict
 from isobit.config.commands import GenerationConfig, VerifyConfig
+from isobit.config.data import DataConfig, SftDataConfig
 from isobit.config.load import Override, apply_overrides, build, nested_overrides, read_toml
 from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig, SftConfig
@@ -261,11 +262,18 @@ _IN_PYTHON = {
 
 def _renamed(table: Mapping[str, Any], held: Held) -> Mapping[str, Any]:
     """A table with TRL's ``tools`` as the environment, and the environment with those rewards that
-    take its objects.  Raises ConfigError for TRL's other names.
+    take its objects, and rows as those of training.  Raises ConfigError for TRL's other names.
     """
-    for name, own in _IN_PYTHON.items():
-        if name in table and not isinstance(table[name], str):
-            raise ConfigError(f"{name} is a name of TRL's; here it is {own}")
+    theirs = [
+        f"{name} is a name of TRL's; here it is {own}"
+        for name, own in _IN_PYTHON.items()
+        if name in table and not isinstance(table[name], str)
+    ]
+    if theirs:
+        raise ConfigError(*theirs)
+    data = table.get("data")
+    if isinstance(data, Mapping) and "rows" in data and "train" not in data:
+        table = {**table, "data": _for_training(data)}
     if is_environment(tools := table.get("tools")):
         if "environment" in table and not _is_table_without_class(table["environment"]):
             raise ConfigError(
@@ -292,6 +300,13 @@ def _renamed(table: Mapping[str, Any], held: Held) -> Mapping[str, Any]:
         "environment": {**given, "class": held[-1].name},
         "reward": ["environment", *others] if others else "environment",
     }
+
+
+def _for_training(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The table ``data`` of one that gives rows, which are those of training."""
+    known = {*DataConfig.model_fields, *SftDataConfig.model_fields}
+    train = {key: value for key, value in data.items() if key not in known}
+    return {key: value for key, value in data.items() if key in known} | {"train": train}
 
 
 def _is_table_without_class(value: Any) -> bool:

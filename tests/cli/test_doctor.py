@@ -7,10 +7,11 @@ import pytest
 
 import isobit
 import isobit.proof.verify
+from isobit.cli.doctor import _print_finding
 from isobit.cli.main import main
 from isobit.kernels.spec import linear
 from isobit.proof import doctor, doctor_environment
-from isobit.proof.doctor_findings import Check
+from isobit.proof.doctor_findings import Check, Finding
 from isobit.util.machine import Memory
 
 
@@ -26,6 +27,19 @@ def lines(shown: str) -> dict[str, str]:
         for line in shown.splitlines()
         if line[:4] in ("pass", "WARN", "FAIL")
     }
+
+
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("status", ["pass", "warn", "fail"])
+def test_a_finding_is_no_wider_than_the_terminal(status, width, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    finding = Finding("cpu: gradients of linear in INT8", status, "as told " * 20, "do this " * 20)
+    _print_finding(finding)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= width
+    monkeypatch.delenv("FORCE_COLOR")
+    _print_finding(finding)
+    assert len(capsys.readouterr().out.splitlines()) == 2, "a file has a line for each"
 
 
 @pytest.mark.exhaustive

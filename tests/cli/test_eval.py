@@ -1,15 +1,20 @@
 """``isobit eval --reward-model``: scores of rows and of pairs, printed and written as they come."""
 
+import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
 from shlex import split
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from isobit.cli.main import main
 from isobit.commands import score
+from isobit.config.commands import ScoringConfig
+from isobit.config.data import JsonlExamples
 from isobit.config.precision import PrecisionConfig
 from isobit.models.folder import read_reward_masters, reward_config
 from isobit.models.frozen import RewardModel, load_reward_model
@@ -210,6 +215,27 @@ def test_columns_have_other_names(folder, tmp_path, capsys):
     words = ["--data", data, *SMALL_EVAL_REWARD_MODEL, *words]
     assert main(["eval", "--reward-model", folder, *words]) == 0
     assert json.loads(capsys.readouterr().out)["mean"] == expected(folder, "1+1=2")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "parquet", "csv.gz", "jsonl.gz"])
+def test_a_file_of_any_kind_is_scored(suffix, folder, tmp_path, capsys):
+    path, rows = tmp_path / f"rows.{suffix}", [{"prompt": "1+1=", "completion": "2"}]
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        text = json.dumps(rows[0]) if suffix == "jsonl.gz" else "prompt,completion\n1+1=,2\n"
+        plain = text.replace(",", "\t") if suffix == "tsv" else text
+        path.write_bytes(gzip.compress(plain.encode()) if suffix[-3:] == ".gz" else plain.encode())
+    words = ["--data", str(path), *SMALL_EVAL_REWARD_MODEL, "--json"]
+    assert main(["eval", "--reward-model", folder, *words]) == 0
+    assert json.loads(capsys.readouterr().out)["mean"] == expected(folder, "1+1=2")
+
+
+def test_the_help_of_a_reward_model_names_its_default_precision(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["eval", "--reward-model", "x", "--help"])
+    preset = ScoringConfig(data=JsonlExamples(path=Path("x"))).precision.preset
+    assert f"{preset} (default)" in capsys.readouterr().out
 
 
 def test_lines_are_written_as_they_come(folder, tmp_path, monkeypatch, capsys):

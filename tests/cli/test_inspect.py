@@ -18,6 +18,20 @@ def test_tables_and_json_say_the_same(capsys: pytest.CaptureFixture[str]) -> Non
     assert "on an H100" in text and found["gpu"]["name"] == "h100"
 
 
+@pytest.mark.parametrize("gpu", ["h200", "rtx4090", "24", "l40s"])
+def test_the_rest_of_a_long_line_is_indented_further(
+    gpu: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", "starter", "--gpu", gpu]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    plan = lines[next(i for i, line in enumerate(lines) if "to train, sequences" in line) :]
+    plan = plan[: plan.index("")]
+    headings = [line for line in plan if line.startswith("  ") and not line.startswith("   ")]
+    assert all(line.startswith(("  to train", "  device", "  time")) for line in headings)
+    assert "      within 18%" in plan
+
+
 def test_a_gpu_is_planned_from_the_config_alone(
     tmp_path: Path, config_alone: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

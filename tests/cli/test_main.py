@@ -75,10 +75,29 @@ def test_the_package_runs_as_a_module(capsys, monkeypatch):
 
 def test_an_unknown_command_exits_2_and_names_those_that_exist(capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["trian"])
+        main(["xyz"])
     shown = capsys.readouterr().err
-    assert "trian" in shown
+    assert "isobit: error: no command 'xyz'; the commands are train, sft, " in shown
     assert all(name in shown for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("trian", "train"),
+        ("evl", "eval"),
+        ("Train", "train"),
+        ("verfy", "verify"),
+        ("rollouts", "rollout"),
+        ("docter", "doctor"),
+    ],
+)
+def test_a_misspelt_command_is_answered_with_the_nearest(word: str, meant: str, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([word])
+    said = capsys.readouterr().err
+    assert f"no command {word!r}; " in said
+    assert said.endswith(f"; did you mean {meant}?\n")
 
 
 @pytest.mark.parametrize(
@@ -88,6 +107,11 @@ def test_an_unknown_command_exits_2_and_names_those_that_exist(capsys):
         ("compare", "isobit report RUN RUN"),
         ("plot", "isobit report RUN"),
         ("merge", "RUN/model is a Hugging Face folder"),
+        ("plan", "isobit train RECIPE.toml --dry-run --gpu NAME"),
+        ("bisect", "isobit verify FOLDER --bisect"),
+        ("resume", "isobit train RUN --resume"),
+        ("finetune", "isobit sft RECIPE.toml"),
+        ("help", "isobit COMMAND --help"),
     ],
 )
 def test_a_command_of_other_tools_is_answered(command: str, answer: str, capsys) -> None:
@@ -145,15 +169,23 @@ main.program()
     assert (ended.returncode, ended.stdout) == (7, "its last line\n"), ended.stderr
 
 
-@pytest.mark.parametrize("words", [["--help"], ["recipe"]])
-@pytest.mark.parametrize("width", [72, 80])
-def test_lists_are_no_wider_than_the_terminal(
-    words: list[str],
-    width: int,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["recipe"],
+        *([name, "--help"] for name in COMMANDS),
+        ["eval", "--reward-model", "x", "--help"],
+    ],
+    ids="_".join,
+)
+def test_help_is_no_wider_than_the_terminal(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    with suppress(SystemExit):
-        main(words)
-    assert max(map(len, capsys.readouterr().out.splitlines()[:-1])) <= width
+    for width in (72, 80, 132) if words in (["--help"], ["recipe"]) else (80, 132):
+        monkeypatch.setenv("COLUMNS", str(width))
+        with suppress(SystemExit):
+            main(words)
+        lines = capsys.readouterr().out.splitlines()
+        wide = [line for line in lines if len(line) > width and " " in line.strip()]
+        assert wide == [] or (words == ["recipe"] and wide == lines[-1:])

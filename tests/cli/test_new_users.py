@@ -5,9 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from isobit.cli.main import main
 from isobit.config.recipes import RunConfig
+from isobit.models.adapter_folder import write_adapters
+from isobit.models.config import Lora
+from isobit.models.saving import copy_tokenizer
 from isobit.run.resolved import resolve
 from isobit.run.rl_run import read_rl
 from isobit.starter import starter_folder
@@ -46,9 +50,49 @@ def test_the_directory_of_a_run_is_no_model_and_says_where_it_is(
     said = error_of(capsys, command, str(tmp_path), *words.get(command, []))
     assert f"isobit export {tmp_path} --to FOLDER" in said
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    said = error_of(capsys, command, str(tmp_path), *words.get(command, []))
-    assert f"is the directory of a run: its model is {tmp_path / 'model'}" in said
+    for name in ("config.json", "adapter_config.json"):
+        (tmp_path / "model" / name).write_text("{}")
+        said = error_of(capsys, command, str(tmp_path), *words.get(command, []))
+        assert f"is the directory of a run: its model is {tmp_path / 'model'}" in said
+        (tmp_path / "model" / name).unlink()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["inspect"], ["inspect", "--weights", "--gpu", "h100"], ["inspect", "--precision", "fp8"]],
+    ids=len,
+)
+def test_adapters_alone_are_no_model_to_look_at(
+    words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    adapters = adapters_of_the_starter(tmp_path)
+    said = error_of(capsys, words[0], str(adapters), *words[1:])
+    assert f"{adapters} holds adapters of LoRA alone" in said
+    assert f"isobit export {adapters} --to FOLDER --merge" in said
+
+
+@pytest.mark.parametrize("recipe", ["train quickstart", "sft fine_tune", "train kl", "train ppo"])
+def test_a_dry_run_begins_from_adapters_as_the_run_does(
+    recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command, name = recipe.split()
+    words = [f"recipes/{name}.toml", "--output", str(tmp_path / "x"), "--dry-run"]
+    words += ["--model", str(adapters_of_the_starter(tmp_path))]
+    words += ["--reference.refresh_every", "0"] if name == "kl" else []
+    assert main([command, *words]) == 0
+    assert "870,016 parameters" in (said := capsys.readouterr().out) and "1.66 MiB" in said
+
+
+def adapters_of_the_starter(folder: Path) -> Path:
+    tensors = {
+        f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{part}.weight": zeros
+        for layer in range(4)
+        for part, zeros in (("A", torch.zeros(2, 128)), ("B", torch.zeros(128, 2)))
+    }
+    adapters = folder / "adapters"
+    write_adapters(adapters, Lora(2, 4.0, ("q_proj",)), starter_folder(), tensors)
+    copy_tokenizer(starter_folder(), adapters)
+    return adapters
 
 
 def test_an_empty_name_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

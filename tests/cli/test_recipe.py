@@ -49,13 +49,59 @@ def test_a_recipe_reads_files_that_are_there(
     assert all(path.is_absolute() and path.is_file() for path in made), made
     assert bool(made) <= ("--out FOLDER" in shown.err) and "#:schema" not in shown.out
     assert main(["recipe", name, "--out", "mine"]) == 0
-    command = capsys.readouterr().err.split()[3]
+    command = capsys.readouterr().err.partition(f" mine/{name}.toml")[0].split()[-1]
     copied = Path("mine", f"{name}.toml").read_text(encoding="utf-8")
     ours = [path for path in paths_of(copied) if path.parts[0] != "runs"]
     assert [path.name for path in ours] == [path.name for path in made]
     assert all(path.parent == Path("mine") and path.is_file() for path in ours)
     assert f"recipes/{name}" not in copied
     load_recipe(RECIPES[command], Path("mine", f"{name}.toml"))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("quickstart", "moe"),
+        ("moe", "quickstart"),
+        ("tools_sft", "tools"),
+        ("fine_tune", "fine_tune"),
+        ("tens", "tens.ipynb"),
+        ("rl_loop.py", "rl_loop.py"),
+    ],
+)
+def test_a_file_that_is_there_as_shipped_is_kept(
+    first: str, second: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recipe", first, "--out", "a"]) == 0
+    assert main(["recipe", second, "--out", "a"]) == 0
+    named = capsys.readouterr().out.split()
+    assert all(Path(name).is_file() for name in named)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("quickstart", "isobit train a/quickstart.toml"),
+        ("your_data", "isobit train a/your_data.toml"),
+        ("tools_sft", "python a/tools.py runs/tools-data && isobit sft a/tools_sft.toml"),
+        (
+            "tools",
+            "python a/tools.py runs/tools-data && isobit sft a/tools_sft.toml && isobit train "
+            "a/tools.toml",
+        ),
+        (
+            "checkpoint",
+            "isobit verify PATH/TO/MODEL && isobit train a/checkpoint.toml --model PATH/TO/MODEL",
+        ),
+        ("hybrid", "isobit sft a/hybrid.toml"),
+        ("rl_loop.py", "python a/rl_loop.py"),
+    ],
+)
+def test_all_commands_of_a_recipe_are_said(
+    name: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recipe", name, "--out", "a"]) == 0
+    assert capsys.readouterr().err == f"run it: {said}\n"
 
 
 def test_files_that_files_name_come_too_and_nothing_is_replaced(
@@ -69,8 +115,11 @@ def test_files_that_files_name_come_too_and_nothing_is_replaced(
     ]
     assert "python a/b/tools.py runs" in Path("a/b/tools_sft.toml").read_text(encoding="utf-8")
     Path("a/b/tools.toml").unlink()
+    for name in ("tools.py", "tools_sft.toml"):
+        with Path("a/b", name).open("a", encoding="utf-8") as file:
+            file.write("# mine\n")
     said = error_of(capsys, "recipe", "tools", "--out", "a/b")
-    assert "a/b/tools.py, a/b/tools_sft.toml exist already; name another folder" in said
+    assert "a/b/tools.py, a/b/tools_sft.toml exist already, and not as shipped; name an" in said
     assert not Path("a/b/tools.toml").exists()
     Path("file").write_text("")
     assert "cannot be written: " in error_of(capsys, "recipe", "tens", "--out", "file/below")
@@ -80,7 +129,7 @@ def test_files_that_files_name_come_too_and_nothing_is_replaced(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["recipe", "quickstat"], "no recipe 'quickstat'; did you mean quickstart?; the shipped"),
+        (["recipe", "quickstat"], "tens.ipynb; did you mean quickstart?"),
         (["recipe", "starter"], "made by tools of a checkout; the shipped recipes are checkpoint,"),
         (["recipe", "../recipes/tens"], "there is no recipe '../recipes/tens'"),
         (["recipe", "--out", "x"], "--out is for one recipe: name it"),

@@ -62,6 +62,19 @@ def test_a_recipe_is_required(capsys):
     assert "RECIPE.toml" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize(
+    "words", [[], ["--gpu", "h100", "--gpus", "8"], ["--gpu", "rtx4090"]], ids=len
+)
+def test_a_dry_run_is_no_wider_than_the_terminal(words, width, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", QUICKSTART, "--dry-run", *words, *TINY]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > width and " " in line.strip()] == []
+
+
 def test_a_dry_run_prints_the_run_the_flow_and_the_memory_and_touches_nothing(
     tmp_path, monkeypatch, capsys
 ):

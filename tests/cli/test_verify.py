@@ -29,6 +29,14 @@ def test_an_exact_flow_has_no_difference_and_as_json_the_counts(capsys):
     assert code == (2 if result["missing"] else 0)
 
 
+def test_what_did_not_happen_is_said_with_what_makes_it(capsys, tiny_folder):
+    one = ["--prompts", "1", "--samples", "1", "--max-new-tokens", "1", "--threads", "1"]
+    assert main(["verify", str(tiny_folder), "--precision", "fp32", *one]) == 2
+    *_, missing, more = capsys.readouterr().err.splitlines()
+    assert missing.startswith("not proved: ")
+    assert more == "larger --prompts, --samples or --max-new-tokens usually make these happen"
+
+
 def test_the_help_names_every_preset(capsys):
     with pytest.raises(SystemExit):
         main(["verify", "--help"])

@@ -20,6 +20,7 @@ from isobit.config.load import (
 )
 from isobit.config.precision import PrecisionConfig, precision_name
 from isobit.config.recipes import RunConfig, SftConfig
+from isobit.config.reward import RewardConfig
 from isobit.util.errors import ConfigError
 
 MINIMAL = """
@@ -209,6 +210,14 @@ def test_every_problem_is_listed_with_its_dotted_path(recipe):
         ("[training]\nsteps = 'many'", "training.steps: should be a whole number"),
         ("[rollout]\nstop_strings = 'x'", "rollout.stop_strings: should be a list, but it is 'x'"),
         ("[data]\nchat = 'perhaps'", "data.chat: should be true or false, but it is 'perhaps'"),
+        ("[lora]\ntargets = 'q_prj'", "lora.targets: should be some of q_proj, k_proj"),
+        (
+            "[lora]\ntargets = ['v_proj', 'allinear']",
+            "all-linear (did you mean 'all-linear'?), but",
+        ),
+        ("[lora]\ntargets = ['gate']", "(did you mean 'gate_proj'?), but it is ['gate']"),
+        ("[lora]\ntargets = []", "all-linear, but it is []"),
+        ("[lora]\ntargets = ['q_proj', 'dwon_proj']", "did you mean 'down_proj'?"),
         ("[algorithm]\nname = 'dapoo'", "'custom', but it is 'dapoo'; did you mean dapo?"),
         ("[algorithm]\nlam = 0.9", "algorithm.lam: unknown key; only ppo has it"),
         (
@@ -270,7 +279,23 @@ def test_a_file_that_is_no_toml_is_refused_by_name(tmp_path, content, expected):
 def test_a_missing_table_file_or_a_directory_is_refused_by_name(recipe, tmp_path):
     assert "data: missing" in refusal(recipe('output = "runs/x"'))
     assert refusal(tmp_path / "none.toml").startswith(f"{tmp_path / 'none.toml'}: no such file")
-    assert refusal(tmp_path).startswith(f"{tmp_path}: cannot be read")
+    assert refusal(tmp_path / "recipe.toml" / "x").endswith("cannot be read: Not a directory")
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ([], "name a recipe, which is a TOML file"),
+        (["run.json", "config.json"], "it is that of a run, with which --resume goes on"),
+        (["config.json"], "it is a model's: name a recipe, and --model {}"),
+        (["adapter_config.json"], "it is a model's: name a recipe, and --model {}"),
+        (["b.toml", "a.toml", "c.py"], "name a recipe in it: a.toml, b.toml"),
+    ],
+)
+def test_a_directory_is_no_recipe_and_says_what_it_is(files, said, tmp_path):
+    for name in files:
+        (tmp_path / name).write_text("")
+    assert refusal(tmp_path).startswith(f"{tmp_path}: a directory; {said.format(tmp_path)}")
 
 
 def test_a_dumped_configuration_holds_every_default_and_loads_to_an_equal_one(recipe):
@@ -407,3 +432,47 @@ def test_a_flow_is_named_as_a_recipe_names_it(name: str) -> None:
     table = precision.model_dump(mode="json", exclude_defaults=True)
     without = {"preset": precision.preset, **table}
     assert precision_name(without) == name, "also without what is as by default"
+
+
+@pytest.mark.parametrize(
+    ("table", "words", "expected"),
+    [
+        (
+            'reward = {function = "math_verify", options = {seconds = 1}, weight = 2}',
+            ["--reward.model", "m"],
+            {"model": "m", "weight": 2},
+        ),
+        ('reward = {model = "m"}', ["--reward.function", "f"], {"function": "f"}),
+        (
+            'reward.parts.a = {function = "f", options = {k = 1}, weight = 3}',
+            ["--reward.parts.a.model", "m"],
+            {"parts": {"a": {"model": "m", "weight": 3}}},
+        ),
+        (
+            'reward.parts = {a = {model = "m"}, b = {model = "n"}}',
+            ["--reward.parts.a.function=f"],
+            {"parts": {"a": {"function": "f"}, "b": {"model": "n"}}},
+        ),
+        ('environment.class = "guess"', ["--environment.verifiers", "v"], {"verifiers": "v"}),
+        ('environment.verifiers = "v"', ["--environment.openenv", "ws://a"], {"openenv": "ws://a"}),
+        ('environment.openenv = "ws://a"', ["--environment.class", "guess"], {"class": "guess"}),
+        ("training.warmup_updates = 3", ["--training.warmup_ratio=0.1"], {"warmup_ratio": 0.1}),
+        ("training.warmup_ratio = 0.1", ["--training.warmup_updates=3"], {"warmup_updates": 3}),
+        ("training.warmup_updates = 3", ["--training.warmup_ratio=0"], {"warmup_updates": 3}),
+        ("training.steps = 3", ["--data.epochs=2"], {}),
+        ("data.epochs = 3", ["--training.steps=2"], {"steps": 2}),
+    ],
+)
+def test_an_override_replaces_the_key_that_excludes_it(table, words, expected, recipe):
+    values = tomllib.loads(table)
+    changed = apply_overrides(values, read_words(words, RunConfig).overrides)
+    name = "training" if "epochs" in table + words[0] else next(iter(values))
+    assert {key: value for key, value in changed[name].items() if value != 0} == expected
+    assert values == tomllib.loads(table)
+
+
+def test_two_overrides_that_exclude_one_another_are_refused_as_two_keys_of_a_file_are(recipe):
+    path = recipe("reward.function = 'f'\n" + MINIMAL)
+    both = load_config(path, ["--reward.model", "m", "--reward.function", "g"]).reward
+    assert (both.model, both.function) == ("m", "g")
+    assert load_config(path, ["--reward.model", "m"]).reward == RewardConfig(model="m")

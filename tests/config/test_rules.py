@@ -54,6 +54,7 @@ def test_what_contradicts_nothing_passes() -> None:
     check_run(run_config(algorithm={"overlong_buffer": 512, "kl_coefficient": 0.1}))
     check_run(run_config(algorithm={"name": "dr_grpo", "loss_constant": 8}))
     check_run(run_config(algorithm={"turn_gamma": 0.9, **BY_TURN}, **ACTING))
+    check_run(run_config(reward={"function": "environment"}, **ACTING))
     check_run(run_config(replay={"fraction": 0.5, "max_staleness": 4}, **{"async": {"lag": 3}}))
     check_run(run_config(**CALIBRATED_TWICE))
     check_run(run_config(algorithm=CALIBRATED, training={"updates_per_batch": 2}))
@@ -161,6 +162,11 @@ def test_what_contradicts_nothing_passes() -> None:
         ({"corrections": [{"type": "normalise"}, {"type": "tis"}]}, "normalise comes last"),
         ({"reward": {"function": "mine.py:f", "model": "folder"}}, "and reward.model is 'folder'"),
         ({"reward": {"model": "folder", "options": {"x": 1}}}, "reward.options are keyword"),
+        ({"reward": {"function": "environment"}}, "reward.function is 'environment', the reward"),
+        (
+            {"reward": {"parts": {"a": {"function": "environment"}, "b": PART_MODEL}}},
+            "reward.parts.a.function is 'environment', the reward that an environment gives",
+        ),
         (
             {"reward": {"function": "mine.py:f", "parts": {"a": PART_MODEL}}},
             "reward.function is 'mine.py:f', but reward.parts names several rewards; move it",
@@ -195,6 +201,7 @@ def test_a_run_that_contradicts_itself_is_refused(tables: dict[str, Any], messag
         ({"reward": {}, "data": {"train": SUMS}}, "reward is set, but data.eval names no set"),
         ({"reward": {}, "evaluation": {"samples": 2}}, "evaluation.samples is 2"),
         ({"reward": {"parts": {"a": {}}}}, "reward.parts.a needs a function or a model"),
+        ({"reward": {"function": "environment"}}, "name one in environment.class, or another"),
         ({"checkpoint": {"keep_best": BEST}}, "name one of eval/held_out/loss"),
         ({"checkpoint": {"keep_last": 0, "keep_every": 4}}, "checkpoint.keep_last is 0"),
         ({"cluster": {"rollouters": 1}}, "cluster.rollouters is 1, but fine-tuning learns from"),

@@ -173,6 +173,27 @@ def test_a_turn_that_is_marked_is_not_learnt_but_read(tmp_path: Path, mark: dict
     ]
 
 
+def test_answers_without_a_character_are_told(tmp_path: Path) -> None:
+    blank = [
+        {"prompt": "1+1=", "completion": ""},
+        {"prompt": "1+2=", "completion": " "},
+        {"prompt": "1+3=", "completion": [{"role": "assistant", "content": ""}]},
+        {"prompt": "1+3=", "completion": [{"role": "assistant", "content": "", "weight": 0}]},
+        {"prompt": "", "completion": "2"},
+    ]
+    noticed = Noticed()
+    examples(tmp_path, blank, CHAT, noticed=noticed)
+    assert noticed.lines("train") == [
+        "train: 1 of 5 prompts are empty",
+        "train: 3 answers are empty, so that the model learns to end at once; drop them if that is "
+        "not meant",
+        "train: 1 answers are marked as not to be learnt: left out",
+    ]
+    noticed = Noticed()
+    pairs(tmp_path, [{"prompt": "1+1=", "chosen": "2", "rejected": ""}], noticed=noticed)
+    assert noticed.lines("train")[0].startswith("train: 1 answers are empty")
+
+
 def test_marks_without_an_answer_to_learn_and_other_keys_are_told(tmp_path: Path) -> None:
     answer = {"role": "assistant", "content": "2", "weight": 0}
     with pytest.raises(DataError, match="all answers of train are marked as not to be learnt"):
@@ -338,7 +359,11 @@ USER, GOOD, BAD = (
 
 
 def pairs(
-    tmp_path: Path, rows: list[dict[str, Any]], template: str | None = None, **changes: Any
+    tmp_path: Path,
+    rows: list[dict[str, Any]],
+    template: str | None = None,
+    noticed: Noticed | None = None,
+    **changes: Any,
 ) -> list[Pair]:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -347,7 +372,7 @@ def pairs(
     columns = {key: changes.pop(key) for key in ("chosen", "rejected") if key in changes}
     source = JsonlExamples(path=path, **columns)
     config = SftDataConfig(train=source, **changes)
-    return build_pairs("train", source, tokenizer, config, context_tokens=64)
+    return build_pairs("train", source, tokenizer, config, context_tokens=64, noticed=noticed)
 
 
 def text_pairs(ids: tuple[int, ...]) -> str:

@@ -4,6 +4,7 @@ page.
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import pytest
 
 from isobit.cli.main import main
 from isobit.config.keys import all_keys
-from isobit.config.load import build, read_toml
+from isobit.config.load import build, load_recipe, read_toml
 from isobit.config.recipes import RunConfig, SftConfig
+from isobit.config.rules import check_run, check_sft
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+RUN = re.compile(r"^ *isobit (train|sft) (recipes/\w+\.toml)(.*)$", re.MULTILINE)
+OWN_FLAGS = re.compile(r"--(resume|dry-run|verbose|print-config|gpus? \S+|allow-change \S+)")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -170,6 +174,20 @@ def test_settings_of_commands_on_a_page_exist(page: Path) -> None:
     named = re.findall(r"--([a-z]+(?:\.[a-z][a-z_0-9]*)+)", page.read_text(encoding="utf-8"))
     own = re.compile(r"(reward\.options|data\.(train|eval))\.")  # names that a recipe chooses
     assert {name for name in named if not own.match(name)} <= keys
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_runs_of_recipes_on_a_page_contradict_nothing(
+    page: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    for command, recipe, words in RUN.findall(text):
+        overrides = shlex.split(OWN_FLAGS.sub("", words), comments=True)
+        if command == "train":
+            check_run(load_recipe(RunConfig, Path(recipe), overrides))
+        else:
+            check_sft(load_recipe(SftConfig, Path(recipe), overrides))
 
 
 def test_the_index_names_every_page() -> None:

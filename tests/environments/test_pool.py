@@ -387,14 +387,40 @@ def test_an_episode_that_ends_while_nothing_is_asked_does_not_begin_anew(tmp_pat
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
+    ("place", "options", "message"),
+    [
+        ("search", {}, r"do not fit Search._prepare\(.*missing .*'folder'; given are none"),
+        ("search", {"fodler": "x"}, r"missing .*'folder'; given are 'fodler'"),
+        ("guess", {"x": 1}, r"do not fit Guess\(.*'x'; given are 'x'"),
+        ("python", {"secnods": 1}, r"do not fit Python\(.*'secnods'"),
+        (f"{TOOLS}:Counter", {"steps": 2}, r"do not fit Counter\(step: int = 1\)"),
+        (f"{TOOLS}:Hostile", {"a": "env:HOME"}, "given are 'a'"),
+    ],
+)
+def test_options_that_a_class_does_not_take_are_refused(
+    place: str, options: dict[str, Any], message: str
+) -> None:
+    config = EnvironmentConfig.model_validate({"class": place, "options": options})
+    with pytest.raises(ToolError, match=message):
+        Environments[str](config, MOST).tools()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
     ("place", "message"),
     [
         (f"{TOOLS}:Cuonter", "did you mean 'Counter'"),
         (f"{TOOLS}:Undocumented", "the tool 'act' of Undocumented has no schema"),
         ("nowhere.py:Class", "there is no file nowhere.py"),
         ("nowhere:Class", "fails on import: ModuleNotFoundError"),
+        (str(TOOLS), "names no class of the file; expected .*:Class, and its classes are Counter"),
+        ("nowhere.py", "there is no file nowhere.py"),
+        ("calculater", "or one of calculator, .*; did you mean 'calculator'"),
+        ("serach", "did you mean 'search'"),
+        ("Python", "did you mean 'python'"),
+        ("shop", "cannot read the environment 'shop'; expected 'path/to/file.py:Class'"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_refused(place: str, message: str) -> None:
-    with pytest.raises(ToolError, match=message), environments(place):
-        pass
+    with pytest.raises(ToolError, match=message):
+        Environments[str](EnvironmentConfig.model_validate({"class": place}), MOST).tools()

@@ -166,6 +166,10 @@ def test_a_part_that_does_not_apply_is_left_out_of_the_sum() -> None:
     assert graded.rewards == [None, 0.0, 2.0], "a failure is none of what does not apply"
     assert tally.failures == {"ValueError": 1}
     graded, tally = outcomes_of(only=[nothing, 0.0, nothing])
+    assert str(tally.first_error).endswith(
+        "the reward returned None, which says that it does not apply to the completion; a function "
+        "without a return statement returns None, too"
+    )
     assert graded.rewards == [None, 0.0, None] and tally.failures == {"no reward": 2}
 
 

@@ -233,6 +233,12 @@ def test_the_task_scorer_by_name() -> None:
     [
         ("exact", "cannot read the reward 'exact'; expected .* or one of .*'reasoning_gym'"),
         (":exact", "cannot read the reward ':exact'"),
+        ("math_verfy", "did you mean 'math_verify'"),
+        ("exactmatch", "did you mean 'exact_match'"),
+        ("reasoning-gym", "did you mean 'reasoning_gym'"),
+        ("llm-judge", "did you mean 'llm_judge'"),
+        ("mine.py", "names no function of the file; expected mine.py:function, and its functions"),
+        ("nowhere.py", "there is no reward file nowhere.py"),
         ("mine.py:", "cannot read the reward 'mine.py:'"),
         ("none.py:exact", "there is no reward file none.py"),
         ("mine.py:exakt", "mine.py has no function 'exakt'; .*; did you mean 'exact'"),

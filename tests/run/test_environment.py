@@ -30,7 +30,7 @@ from isobit.records.text import Completion, Episode
 from isobit.rollout import episodes
 from isobit.run.loop import train
 from isobit.store.directory import RunDirectory
-from isobit.util.errors import RewardError, ToolError
+from isobit.util.errors import ConfigError, RewardError, ToolError
 from tests.run import acting
 from tests.tiny import json_lines
 from tests.worlds import in_world
@@ -254,6 +254,8 @@ def test_calls_that_all_fail_are_told() -> None:
 def test_what_cannot_be_acted_in_is_refused(acting_config: MakeConfig) -> None:
     with pytest.raises(ToolError, match="has no class 'Contuer'"):
         train(acting_config("Contuer"), silent())
+    with pytest.raises(ConfigError, match="calculator has neither get_reward nor get_turn_reward"):
+        train(acting_config(environment={"class": "calculator"}), silent())
 
 
 def test_completions_of_a_folder_call_tools(tiny_folder: Path, acting_config: MakeConfig) -> None:

@@ -30,7 +30,6 @@ _COMMAND = Command(
         option("--temperature T", "0 is greedy; by default 1", key="rollout.temperature"),
     ],
     also_keys("precision, rollout and data"),
-    keeps_lines=True,
 )
 
 

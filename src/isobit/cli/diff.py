@@ -11,14 +11,13 @@ from isobit.cli.start import compare_as_rank, starting
 _COMMAND = Command(
     "diff",
     "Compare two run directories file by file: digests of the steps, rewards, completions, "
-    "metrics (but for times\nand memory), checkpoints and the trained model.  Names the first step "
-    "and file that differ, and exits 1 then;\n0 where all is equal, 2 where they cannot be "
+    "metrics (but for times and memory), checkpoints and the trained model.  Names the first step "
+    "and file that differ, and exits 1 then; 0 where all is equal, 2 where they cannot be "
     "compared.  Nothing is written.",
     [
         option("first RUN", "a directory that a run wrote", path_value),
         option("second RUN", "the one to compare it with", path_value),
     ],
-    keeps_lines=True,
 )
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _COMMAND = Command(
     "doctor",
     "Test this machine: versions, disk and memory, the quantisers against stored bytes, every "
-    "kernel for exactness at one thread\nand at all, and the starter model.  Takes half a minute "
+    "kernel for exactness at one thread and at all, and the starter model.  Takes half a minute "
     "to two minutes on a CPU; exits 1 where anything failed.",
     [
         option(
@@ -31,7 +31,6 @@ _COMMAND = Command(
         ),
         JSON,
     ],
-    keeps_lines=True,
 )
 _MARKS = {"pass": "pass", "warn": "WARN", "fail": "FAIL"}
 
@@ -74,6 +73,8 @@ def _announce(name: str) -> None:
 
 
 def _print_finding(finding: "Finding") -> None:
-    print(f"{_MARKS[finding.status]}  {finding.name:<26}  {finding.detail}", flush=True)
+    from isobit.observe.console import Console
+
+    Console().line(f"{_MARKS[finding.status]}  {finding.name:<26}  {finding.detail}")
     if finding.fix:
-        print(f"      fix: {finding.fix}", flush=True)
+        Console().line(f"      fix: {finding.fix}")

@@ -83,7 +83,6 @@ _COMMAND = Command(
         JSON,
     ],
     also_keys("precision, rollout, data and evaluation"),
-    keeps_lines=True,
 )
 _REWARD_MODEL = Command(
     "eval",
@@ -98,10 +97,15 @@ _REWARD_MODEL = Command(
             dest="folder",
             required=True,
         ),
-        option("--data WHAT", "a JSONL file, or a Hugging Face dataset's folder", required=True),
+        option(
+            "--data WHAT",
+            "a JSONL, CSV or Parquet file, a Hugging Face dataset's folder, or hub:ORG/NAME",
+            required=True,
+        ),
+        SPLIT,
         option(
             "--precision NAME",
-            "fp32, bf16, fp8 (default) or int8",
+            "int8 (default), fp8, bf16 or fp32",
             precision_value,
             key="precision",
         ),
@@ -195,12 +199,11 @@ def _score_with_reward_model(arguments: Sequence[str]) -> int:
     options, overrides = _REWARD_MODEL.read_some(arguments)
     if options.out is not None:
         check_new(options.out)
-    kind = "hf" if path_value(options.data).is_dir() else "jsonl"
     config = _REWARD_MODEL.settings(
         ScoringConfig,
         options,
         overrides,
-        data={"type": kind, "path": options.data, **given(limit=options.problems)},
+        data=_data_table(options.data, options.split) | given(limit=options.problems),
         chat=not options.no_chat,
     )
     set_threads(options)

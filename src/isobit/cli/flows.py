@@ -79,7 +79,6 @@ _COMMAND = Command(
         JSON,
     ],
     also_keys("rollout, data, evaluation and reward"),
-    keeps_lines=True,
 )
 
 

@@ -24,7 +24,7 @@ from isobit.util.strict_json import json_text
 _COMMAND = Command(
     "inspect",
     "Look at a model folder: its tensors and formats, the error of its weights in 8 bits by layer, "
-    "what each preset\nquantises, and the memory that it takes.  A folder in FP8 is shown as it is "
+    "what each preset quantises, and the memory that it takes.  A folder in FP8 is shown as it is "
     "stored.",
     [
         FOLDER,
@@ -41,7 +41,6 @@ _COMMAND = Command(
         JSON,
     ],
     also_keys("precision, rollout and training"),
-    keeps_lines=True,
 )
 
 

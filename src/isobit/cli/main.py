@@ -10,11 +10,11 @@ never ends them.
 
 import atexit
 import os
-import shutil
 import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from textwrap import fill
 from typing import NoReturn
@@ -22,7 +22,7 @@ from typing import NoReturn
 import isobit
 from isobit.parallel.launched import is_launched
 from isobit.util.errors import Interrupted, IsobitError, shown
-from isobit.util.terminal import prepare, say, settle
+from isobit.util.terminal import help_width, prepare, say, settle
 
 COMMANDS = {
     "train": "train a policy with reinforcement learning, as a TOML recipe says",
@@ -55,6 +55,11 @@ _ELSEWHERE = {
     "convert": "RUN/model is a Hugging Face folder, and `isobit export` writes others",
     "generate": "use `isobit rollout FOLDER --prompt TEXT`",
     "evaluate": "use `isobit eval FOLDER --data WHAT`",
+    "plan": "use `isobit train RECIPE.toml --dry-run --gpu NAME`",
+    "bisect": "use `isobit verify FOLDER --bisect`",
+    "resume": "use `isobit train RUN --resume`",
+    "finetune": "use `isobit sft RECIPE.toml`",
+    "help": "use `isobit COMMAND --help`",
     "recipes": "use `isobit recipe`",
     "init": "use `isobit recipe NAME > my.toml`",
     "fetch": "use `isobit recipe NAME --out FOLDER`",
@@ -100,9 +105,8 @@ def program() -> NoReturn:
 def _obey(words: Sequence[str]) -> int:
     if not words or words[0] not in COMMANDS:
         parser = _parser()
-        if words and words[0] in _ELSEWHERE:
-            answer = f"{_ELSEWHERE[words[0]]}; isobit --help has the commands"
-            parser.error(f"no command {words[0]!r}: {answer}")
+        if words and not words[0].startswith("-"):
+            parser.error(_no_command(words[0]))
         parser.parse_args(words or ["--help"])
     try:
         module = import_module(f"isobit.cli.{words[0]}")
@@ -126,6 +130,14 @@ def _obey(words: Sequence[str]) -> int:
         return 130
 
 
+def _no_command(word: str) -> str:
+    if word in _ELSEWHERE:
+        return f"no command {word!r}: {_ELSEWHERE[word]}; isobit --help has the commands"
+    near = get_close_matches(word, COMMANDS, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"no command {word[:40]!r}; the commands are {', '.join(COMMANDS)}{hint}"
+
+
 def _unread(error: OSError) -> int:
     """The exit code of a command whose output is its result, which could not be written."""
     if isinstance(error, BrokenPipeError):
@@ -135,9 +147,8 @@ def _unread(error: OSError) -> int:
 
 
 def _parser() -> ArgumentParser:
-    room = max(40, shutil.get_terminal_size().columns - 2)  # as argparse has
     lines = [
-        fill(text, room, initial_indent=f"  {name:<10}", subsequent_indent=12 * " ")
+        fill(text, help_width(), initial_indent=f"  {name:<10}", subsequent_indent=12 * " ")
         for name, text in COMMANDS.items()
     ]
     parser = ArgumentParser(

@@ -1,13 +1,7 @@
 """What a command is: a name, a description and a list of options, many of which are shared."""
 
 import re
-from argparse import (
-    ArgumentParser,
-    ArgumentTypeError,
-    HelpFormatter,
-    Namespace,
-    RawDescriptionHelpFormatter,
-)
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -124,15 +118,12 @@ class Command:
     description: str
     options: Options
     epilog: str | None = None
-    keeps_lines: bool = False
-    """Whether the help keeps the line breaks of the description."""
 
     def parser(self) -> ArgumentParser:
         parser = ArgumentParser(
             prog=f"isobit {self.name}",
             description=self.description,
             epilog=self.epilog,
-            formatter_class=RawDescriptionHelpFormatter if self.keeps_lines else HelpFormatter,
             allow_abbrev=False,
         )
         add_options(parser, self.options)

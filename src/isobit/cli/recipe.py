@@ -77,21 +77,27 @@ def _write(recipe: "ShippedRecipe", folder: Path) -> None:
 
     if not re.fullmatch(r'[^"\\\x00-\x1f]+', str(folder)):
         raise ConfigError(f"{folder} would stand in a recipe: take one without quotes and \\")
-    names = [recipe.file, *recipe.files]
-    existing = [str(folder / name) for name in names if (folder / name).exists()]
-    if existing:
-        raise ConfigError(
-            f"{', '.join(existing)} {'exists' if len(existing) == 1 else 'exist'} already; name "
-            "another folder, or remove what is there"
-        )
+    contents = {
+        name: read_shipped(name).at(folder).encode()
+        if name.endswith(".toml")
+        else (recipe.folder / name).read_bytes()
+        for name in [recipe.file, *recipe.files]
+    }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            if name.endswith(".toml"):
-                (folder / name).write_text(read_shipped(name).at(folder), encoding="utf-8")
-            else:
-                shutil.copyfile(recipe.folder / name, folder / name)
+        changed = [
+            str(folder / name)
+            for name, content in contents.items()
+            if (folder / name).exists() and (folder / name).read_bytes() != content
+        ]
+        if changed:
+            raise ConfigError(
+                f"{', '.join(changed)} {'exists' if len(changed) == 1 else 'exist'} already, and "
+                "not as shipped; name another folder, or remove what is there"
+            )
+        for name, content in contents.items():
+            (folder / name).write_bytes(content)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}") from None
-    print("\n".join(str(folder / name) for name in names))
-    say(f"run it: {recipe.command} {folder / recipe.file}")
+    print("\n".join(str(folder / name) for name in contents))
+    say(f"run it: {' && '.join(recipe.commands(folder))}")

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _COMMAND = Command(
     "replay",
     "Do steps of a recorded run again, from a checkpoint or from the start, and compare the files "
-    "that this writes with\nthose of the run, as `isobit diff` does.  Exits 1 on any difference, "
-    "and names the step.  Nothing is written\ninto RUN.",
+    "that this writes with those of the run, as `isobit diff` does.  Exits 1 on any difference, "
+    "and names the step.  Nothing is written into RUN.",
     [
         option("run RUN", "the directory that `isobit train` wrote", path_value),
         option(
@@ -60,8 +60,7 @@ _COMMAND = Command(
         ),
     ],
     "After RUN, --KEY VALUE sets keys of the recipe that change no step, for example "
-    "--rollout.kv_memory_gib 20; all\nothers are refused.",
-    keeps_lines=True,
+    "--rollout.kv_memory_gib 20; all others are refused.",
 )
 
 

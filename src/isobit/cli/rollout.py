@@ -62,7 +62,6 @@ _COMMAND = Command(
         ),
     ],
     also_keys("precision and rollout"),
-    keeps_lines=True,
 )
 
 

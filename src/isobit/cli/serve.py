@@ -113,7 +113,6 @@ _COMMAND = Command(
         ),
     ],
     also_keys("precision, rollout and data"),
-    keeps_lines=True,
 )
 
 

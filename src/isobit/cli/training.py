@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill, wrap
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from isobit.cli.options import (
@@ -42,7 +43,7 @@ from isobit.parallel.black_box import end_with_launcher
 from isobit.parallel.launched import SAVES, is_launched
 from isobit.util.errors import ConfigError
 from isobit.util.plain_files import read_plain
-from isobit.util.terminal import tell
+from isobit.util.terminal import help_width, tell
 
 if TYPE_CHECKING:
     from isobit.commands.dry_run import DryRun
@@ -160,10 +161,11 @@ def _obey(
 
 def _read_options(command: TrainingCommand[AnyRecipe], arguments: Sequence[str]) -> Namespace:
     is_help = bool({"-h", "--help"} & set(arguments))
+    about = f"{command.description}  Relative paths are relative to the current directory."
     parser = ArgumentParser(
         prog=f"isobit {command.name}",
         usage=_usage(command.name),
-        description=f"{command.description}\nRelative paths are relative to the current directory.",
+        description=fill(about, help_width()),
         epilog=_describe_keys(command.recipe) if is_help else None,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -239,12 +241,12 @@ def _flags_of(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _describe_keys(schema: type[Strict]) -> str:
     lines = ["keys of a recipe (NAME is yours to choose):"]
+    room, indent = help_width(), 8 * " "
     for key in all_keys(schema):
         default = f", default {key.default}" if key.default else ""
-        lines += [
-            f"  --{key.path}  ({key.kind}{default})",
-            *([f"        {key.description}"] if key.description else []),
-        ]
+        head = f"  --{key.path}  ({key.kind}{default})"
+        lines += wrap(head, room, subsequent_indent=indent, break_on_hyphens=False)
+        lines += wrap(key.description, room, initial_indent=indent, subsequent_indent=indent)
     return "\n".join(lines)
 
 
@@ -301,10 +303,14 @@ def _check_agrees(
 
 
 def _print_plan(plan: "DryRun", verbose: bool) -> None:
-    from isobit.observe.console import printable
+    from isobit.observe.console import Console, printable
     from isobit.util.machine import read_memory
 
-    print(printable("\n".join(plan.describe(read_memory(), verbose))))
+    lines = plan.describe(read_memory(), verbose)
+    if verbose:  # the recipe stays TOML, whose lines no terminal may break
+        print(printable("\n".join(lines)))
+    else:
+        Console().lines(lines)
 
 
 def _launch(command: str, config: Recipe, arguments: Sequence[str]) -> None:

@@ -202,6 +202,9 @@ def _print_result(result: "VerifyResult") -> None:
             say("no log-probability shows it; --bisect says more")
     for missing in result.missing:
         print(f"not proved: {missing}", file=sys.stderr)
+    if result.missing:
+        larger = "larger --prompts, --samples or --max-new-tokens usually make these happen"
+        print(larger, file=sys.stderr)
 
 
 def _command(with_folder: bool) -> Command:
@@ -226,9 +229,8 @@ def _command(with_folder: bool) -> Command:
     return Command(
         "verify",
         "Generate ragged batches with preemption, chunking and prefix sharing, and compare every "
-        "recorded log-probability\nwith the training forward, bit for bit.  Exits 1 on any "
+        "recorded log-probability with the training forward, bit for bit.  Exits 1 on any "
         "difference, 2 where something could not be compared.",
         [FOLDER, *options] if with_folder else options,
         also_keys("precision, device and back_end"),
-        keeps_lines=True,
     )

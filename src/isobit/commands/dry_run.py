@@ -31,9 +31,10 @@ from isobit.memory.speed import (
     estimate_step,
     rows_of_a_token,
 )
+from isobit.models.adapter_folder import is_adapter_folder, read_adapter_config
 from isobit.models.checkpoint import weight_files
 from isobit.models.decoder import decoder_shape, parameter_count
-from isobit.models.folder import model_needs
+from isobit.models.folder import base_folder, model_needs
 from isobit.models.hub import is_hub_name
 from isobit.models.tensor_parallel import check_shared_by, with_heads_of_a_rank
 from isobit.precision.flow import PrecisionFlow, build_flow, describe_flow
@@ -212,9 +213,12 @@ def _weight_bytes(plan: AnyPlan, tolerant: bool) -> int:
     source = plan.source
     if source.from_scratch:
         return 0
-    on_hub = is_hub_name(plan.config.model)
+    folder, on_hub = source.described.folder, is_hub_name(plan.config.model)
+    if is_adapter_folder(folder):
+        on_hub = is_hub_name(read_adapter_config(folder).base)
+        folder = base_folder(folder, weights=False)
     try:
-        return sum(file.stat().st_size for file in weight_files(source.described.folder))
+        return sum(file.stat().st_size for file in weight_files(folder))
     except ModelError as error:
         if tolerant or on_hub:
             return 0

@@ -22,7 +22,7 @@ from isobit.rewards.reference_check import check_references
 from isobit.rewards.tally import GradeStats
 from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
-from isobit.run.acting import episodes_of
+from isobit.run.acting import episodes_of, grades_by_environment
 from isobit.run.data import evaluation_limit, evaluation_requests, rendering_notes
 from isobit.run.evaluation import Evaluation, Evaluator, OnProgress
 from isobit.run.resolved import with_date_of
@@ -47,7 +47,7 @@ def evaluate_folder(
     check_ranks(config.cluster.rollout_tp, world)
     check_has_sets(config.data.eval)
     check_samples(config.evaluation)
-    check_reward(config.reward)
+    check_reward(config.reward, config.environment is not None)
     check_acting(config.environment, world)
     with Graders(config.reward) as graders:
         evaluation = _evaluate_folder(folder, config, progress, graders, world)
@@ -65,7 +65,8 @@ def _evaluate_folder(
     engine = NativeEngine(model.policy, config.rollout, model.tokenizer, config.seed)
     reward_models = reward_model_folders(config.reward)
     config = with_date_of(config, model.folder, reward_models.values(), world)
-    with episodes_of(config.environment, config.data, model, config.rollout, engine) as (
+    grades = grades_by_environment(config.reward)
+    with episodes_of(config.environment, config.data, model, config.rollout, engine, grades) as (
         schemas,
         acts,
     ):

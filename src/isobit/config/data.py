@@ -177,7 +177,7 @@ def file_rows(path: Path) -> JsonlData | CsvData | ParquetData:
     """A file of rows of the kind that its suffix names; JSONL for any other suffix."""
     plain = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
     match plain.suffix.lower():
-        case ".csv":
+        case ".csv" | ".tsv":
             return CsvData(path=path)
         case ".parquet":
             return ParquetData(path=path)

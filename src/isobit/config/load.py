@@ -27,7 +27,7 @@ from isobit.config.keys import is_key
 from isobit.config.precision import chosen_options
 from isobit.config.recipes import RECIPES, RunConfig
 from isobit.config.refusals import config_error, listed_error, refused_lines
-from isobit.config.shipped import how_to_get
+from isobit.config.shipped import how_to_get, in_place_of
 from isobit.util.errors import ConfigError
 from isobit.util.plain_files import open_plain
 
@@ -43,6 +43,8 @@ def read_toml(path: Path) -> dict[str, Any]:
             content = file.read(LARGEST_FILE + 1)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; {how_to_get(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: a directory; {in_place_of(path)}") from None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{path}: cannot be read: {reason}") from None
@@ -152,6 +154,19 @@ _NAMED: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 """Tables that may be given as a name, and what the name stands for."""
 
+_REPLACED = {
+    "reward.model": ("reward.function", "reward.options"),
+    "reward.function": ("reward.model",),
+    "environment.class": ("environment.verifiers", "environment.openenv"),
+    "environment.verifiers": ("environment.class", "environment.openenv"),
+    "environment.openenv": ("environment.class", "environment.verifiers"),
+    "training.warmup_ratio": ("training.warmup_updates",),
+    "training.warmup_updates": ("training.warmup_ratio",),
+    "training.steps": ("data.epochs",),
+    "data.epochs": ("training.steps",),
+}
+"""Keys of which a recipe may have one, and what an override of one replaces in the recipe."""
+
 
 @dataclass(slots=True)
 class Words:
@@ -234,14 +249,37 @@ def apply_overrides(values: Mapping[str, Any], overrides: Iterable[Override]) ->
     """A copy of ``values`` with the overrides set, in order; missing tables are made.
 
     A list is replaced as a whole. ``--precision NAME`` and ``--algorithm NAME`` change the name and
-    keep the table's other choices. Raises ConfigError for a key below a value that is not a table.
+    keep the table's other choices. ``--reward.model`` replaces a function, and likewise of other
+    keys that exclude one another. Raises ConfigError for a key below a value that is not a table.
     """
+    overrides = list(overrides)
+    result = _copied(values, overrides)
+    for parts, value in overrides:
+        _set(result, parts, value)
+    return result
+
+
+def _copied(values: Mapping[str, Any], overrides: Iterable[Override]) -> dict[str, Any]:
+    """The values without those that the overrides replace by another key."""
     result: dict[str, Any] = {}
     for name, value in values.items():
         _set(result, (name,), copy.deepcopy(value))
     for parts, value in overrides:
-        _set(result, parts, value)
+        for key in _replaced_by(parts) if value else ():
+            table: Any = result
+            for part in key[:-1]:
+                table = table.get(part) if isinstance(table, dict) else None
+            if isinstance(table, dict):
+                table.pop(key[-1], None)
     return result
+
+
+def _replaced_by(parts: tuple[str, ...]) -> list[tuple[str, ...]]:
+    *above, last = parts
+    if len(parts) == 4 and parts[:2] == ("reward", "parts"):
+        others = _REPLACED.get(f"reward.{last}", ())
+        return [(*above, other.removeprefix("reward.")) for other in others]
+    return [tuple(other.split(".")) for other in _REPLACED.get(".".join(parts), ())]
 
 
 def _set(table: dict[str, Any], parts: tuple[str, ...], value: Any) -> None:
@@ -308,7 +346,7 @@ def build_with(
 ) -> Model:
     """The values under the words of a command line, built; the faults of both are in one list."""
     words = read_words(overrides, model)
-    tables = apply_overrides(values, ())
+    tables = _copied(values, words.overrides)
     for parts, value in words.overrides:
         try:
             _set(tables, parts, value)

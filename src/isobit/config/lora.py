@@ -3,8 +3,10 @@
 from typing import Any
 
 from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from isobit.config.base import MAX_FACTOR, Strict
+from isobit.util.user_code import near_name
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linears of attention and MLPs that can have an adapter, by PEFT's names, in the order of the
@@ -50,8 +52,15 @@ class LoraConfig(Strict):
     @classmethod
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         known = *KNOWN_TARGETS, ALL_LINEAR
-        if not value or any(name not in known for name in value):
-            raise ValueError(f"expected some of {', '.join(known)}")
+        unknown = next((name for name in value if name not in known), None)
+        if not value or unknown is not None:
+            near = near_name(unknown or "", known).removeprefix("; ")
+            hint = f" ({near})" if near else ""
+            raise PydanticCustomError(
+                "targets",
+                "should be some of {known}{hint}",
+                {"known": ", ".join(known), "hint": hint},
+            )
         return value
 
     def modules(self, having: tuple[str, ...]) -> tuple[str, ...]:

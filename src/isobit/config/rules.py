@@ -37,7 +37,7 @@ def check_run(config: RunConfig) -> None:
     if config.teacher is None or not config.teacher.only:
         check_groups(config.algorithm, config.training)
     check_corrections(config.corrections)
-    check_reward(config.reward)
+    check_reward(config.reward, config.environment is not None)
     check_samples(config.evaluation)
     check_off_policy(config)
     check_calibration(config)
@@ -315,10 +315,19 @@ def check_batch(training: TrainingConfig, rollout: RolloutConfig) -> None:
         )
 
 
-def check_reward(reward: RewardConfig) -> None:
-    """Refuse both a function and a model in one reward, and time limits beyond the deadline."""
+def check_reward(reward: RewardConfig, acts: bool = False) -> None:
+    """Refuse both a function and a model in one reward, time limits beyond the deadline, and what
+    an environment gives where no environment ``acts``.
+    """
     defaults = RewardConfig()
     _check_seconds(reward)
+    for name, part in reward.named().items():
+        if part.function == "environment" and not acts:
+            raise ConfigError(
+                f"{f'reward.parts.{name}' if reward.parts else 'reward'}.function is "
+                "'environment', the reward that an environment gives, and there is none; name one "
+                "in environment.class, or another reward"
+            )
     if reward.parts:
         for key in ("function", "model", "options", "weight"):
             if getattr(reward, key) != getattr(defaults, key):

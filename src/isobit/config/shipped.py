@@ -19,6 +19,7 @@ _SCHEMA = "#:schema "
 """Begins the line that says which schema an editor takes, by a path of the checkout."""
 _NEEDS_CHECKOUT = ("starter",)
 """Recipes of the project's own, whose data its tools make."""
+_COMMAND = re.compile(r"^# {5}(\S.*?) *$", re.MULTILINE)
 FIRST = "quickstart"
 """The recipe to begin with."""
 
@@ -55,6 +56,13 @@ class ShippedRecipe:
             return "python" if self.name.endswith(".py") else "jupyter lab"
         own = re.search(rf"isobit (train|sft) recipes/{self.file}\b", self.text)
         return f"isobit {own[1] if own else 'train'}"
+
+    def commands(self, folder: Path) -> list[str]:
+        """The lines that its head says to run, up to its own, with files that lie in ``folder``."""
+        own = f"{self.command} {folder / self.file}"
+        lines = [line.split("  #")[0].rstrip() for line in _COMMAND.findall(self.at(folder))]
+        place = next((i for i, line in enumerate(lines) if line.startswith(own)), None)
+        return [own] if place is None else lines[: place + 1]
 
     def at(self, folder: Path | None) -> str:
         """Its text with files that lie in ``folder``; for None those where they are."""
@@ -115,12 +123,24 @@ def read_shipped(name: str) -> ShippedRecipe:
         )
     if name not in known:
         raise ConfigError(
-            f"there is no recipe {name!r}{did_you_mean(name, known)}; the shipped recipes are "
-            f"{', '.join(known)}"
+            f"there is no recipe {name!r}; the shipped recipes are "
+            f"{', '.join(known)}{did_you_mean(name, known)}"
         )
     folder = shipped_folder()
     path = folder / (name if "." in name else f"{name}.toml")
     return ShippedRecipe(name, _text(path), folder)
+
+
+def in_place_of(folder: Path) -> str:
+    """What to do where a directory was to be a recipe."""
+    if (folder / "run.json").is_file():
+        return "it is that of a run, with which --resume goes on (resume=True in Python)"
+    if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return f"it is a model's: name a recipe, and --model {folder}"
+    recipes = sorted(path.name for path in folder.glob("*.toml"))
+    if recipes:
+        return f"name a recipe in it: {', '.join(recipes[:20])}"
+    return how_to_get(folder)
 
 
 def how_to_get(path: Path) -> str:

@@ -168,6 +168,8 @@ def _read_marks(row: Row, answers: Sequence[Answer], noticed: Noticed) -> _Read:
     plain = [
         answer if isinstance(answer, str) else _answer(_without_marks(answer)) for answer in answers
     ]
+    blank = sum(isinstance(answer, str) and not answer.strip() for answer in plain)
+    noticed.unanswered += blank if is_learnt else 0
     return row, plain, is_learnt
 
 

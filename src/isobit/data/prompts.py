@@ -91,6 +91,10 @@ class Noticed:
 
     too_long: TooLong = field(default_factory=TooLong)
     rows: int = 0
+    empty: int = 0
+    """Rows whose prompt is text without a character."""
+    unanswered: int = 0
+    """Answers to be learnt that are such text."""
     rendered: int = 0
     """Rows that spell control tokens which the chat template writes itself."""
     tokens: set[str] = field(default_factory=set)
@@ -111,6 +115,13 @@ class Noticed:
     def lines(self, name: str) -> list[str]:
         """A line about the set ``name`` for each kind of oddity."""
         lines: list[str] = []
+        if self.empty:
+            lines.append(f"{name}: {self.empty} of {self.rows} prompts are empty")
+        if self.unanswered:
+            lines.append(
+                f"{name}: {self.unanswered} answers are empty, so that the model learns to end at "
+                "once; drop them if that is not meant"
+            )
         if self.rendered:
             lines.append(
                 f"{name}: {self.rendered} of {self.rows} prompts spell control tokens that the "
@@ -268,6 +279,7 @@ def _notice(
     text: str, row: Row, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, noticed: Noticed
 ) -> None:
     noticed.rows += 1
+    noticed.empty += isinstance(row.prompt, str) and not row.prompt.strip()
     if chat.chat and row.tools is not None:
         noticed.unread_tools += not mentions(tokenizer, "tools")
     if is_templated(tokenizer, chat):

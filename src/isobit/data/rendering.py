@@ -61,7 +61,8 @@ def chat_messages(
     if not tokenizer.chat_template:
         raise DataError(
             f"{row.place}: the prompt is chat messages (a system message counts), but the "
-            "tokenizer has no chat template; give text"
+            "tokenizer has no chat template; give text, or put a template into the model's folder "
+            "(chat_template.jinja)"
         )
     return list(as_messages(row.prompt))
 

@@ -257,7 +257,7 @@ def _describe(source: DataSource) -> str:
 
 def _row(record: Mapping[str, Any], source: ColumnsData, place: str) -> Row:
     column = source.prompt
-    _check_column(column, record, place)
+    _check_column(column, record, place, _NAMED_IN)
     if isinstance(source, ParquetData | HfData | HubData | VerifiersData):
         # Arrow knows no missing key: each struct has the keys of all, and null for most
         read = {column, source.tools, VARIABLES_COLUMN}
@@ -275,21 +275,29 @@ def _row(record: Mapping[str, Any], source: ColumnsData, place: str) -> Row:
     )
 
 
-_CONVERSATIONS = (
-    "; whole conversations are named by the key messages of the source, as in data.train.messages "
-    '= "messages" (isobit sft), and as prompts by prompt = "messages"'
+_NAMED_IN = (
+    "name it in the key `prompt` of the data, as data.train.prompt or, of `isobit eval`, "
+    "--data.eval.NAME.prompt"
 )
 
 
-def _check_column(column: str, record: Mapping[str, Any], place: str) -> None:
-    if column not in record:
-        near = get_close_matches(column, record, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        hint = _CONVERSATIONS if column == "prompt" and "messages" in record else hint
-        raise DataError(
-            f"{place}: no column {column!r}; the columns are "
-            f"{', '.join(map(repr, record)) or 'none'}{hint}"
+def _check_column(column: str, record: Mapping[str, Any], place: str, advice: str = "") -> None:
+    if column in record:
+        return
+    near = get_close_matches(column, record, n=1)
+    talks = [name for name in record if name in ("messages", "conversations", "conversation")]
+    if column == "prompt" and talks:
+        advice = (
+            "whole conversations are named by the key messages of the source, as in "
+            f'data.train.messages = "{talks[0]}" (isobit sft), and as prompts by prompt = '
+            f'"{talks[0]}"'
         )
+    elif near:
+        advice = f"did you mean {near[0]!r}?{f' {advice[0].upper()}{advice[1:]}' if advice else ''}"
+    raise DataError(
+        f"{place}: no column {column!r}; the columns are "
+        f"{', '.join(map(repr, record)) or 'none'}{f'; {advice}' if advice else ''}"
+    )
 
 
 def _without_nulls(value: Any) -> Any:

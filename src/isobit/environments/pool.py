@@ -29,6 +29,7 @@ from isobit.rewards.messages import frame
 from isobit.rewards.pool import START_DEADLINE_S, GraderProcess
 from isobit.util.errors import ToolError
 from isobit.util.option_secrets import from_environment
+from isobit.util.user_code import near_name
 
 PLACES = {name: f"isobit.environments.shipped:{name.title()}" for name in ENVIRONMENTS}
 """Environments that ship with Isobit, by name."""
@@ -137,10 +138,18 @@ class Environments(Generic[Key]):
     """Episodes by their keys, each with a process of its own from its first call on."""
 
     def __init__(self, config: EnvironmentConfig, most_characters: int) -> None:
-        """Start the host; results have at most so many characters."""
+        """Start the host; results have at most so many characters.  Raises ToolError for a name
+        that no environment has.
+        """
+        place = PLACES.get(config.place, config.place)
+        if config.kind == "class" and ":" not in place and not place.endswith(".py"):
+            raise ToolError(
+                f"cannot read the environment {place!r}; expected 'path/to/file.py:Class', "
+                f"'module:Class' or one of {', '.join(PLACES)}{near_name(place, PLACES)}"
+            )
         self._start = HostStart(
             config.kind,
-            PLACES.get(config.place, config.place),
+            place,
             from_environment(config.options, "environment"),
             config.deadline_s,
             config.memory_mib << 20,

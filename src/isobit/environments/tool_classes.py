@@ -31,6 +31,7 @@ _NOT_TOOLS = ("reset", "get_reward", "get_turn_reward")
 def load_class(place: str) -> type:
     """The class ``path/to/file.py:Class`` or ``module:Class``.  Raises ToolError."""
     source, _, name = place.rpartition(":")
+    source = source or place
     try:
         if source.endswith(".py"):
             if not Path(source).is_file():
@@ -40,7 +41,7 @@ def load_class(place: str) -> type:
                 )
             module = run_file(Path(source), f"isobit_environment_{Path(source).stem}")
         else:
-            module = importlib.import_module(source or place)
+            module = importlib.import_module(source)
     except (Exception, SystemExit) as error:
         if isinstance(error, ToolError):
             raise
@@ -49,6 +50,11 @@ def load_class(place: str) -> type:
     cls = getattr(module, name, None)
     if not inspect.isclass(cls):
         classes = describe_missing(module, name, inspect.isclass)
+        if place == source:
+            raise ToolError(
+                f"the environment {place!r} names no class of the file; expected {place}:Class, "
+                f"and its classes are {classes}"
+            )
         raise ToolError(f"{source} has no class {name!r}; its classes are {classes}")
     return cls
 
@@ -85,6 +91,22 @@ def schemas_of(cls: type) -> list[dict[str, Any]]:
     return schemas
 
 
+def _check_options(cls: type, options: Mapping[str, Any]) -> None:
+    """Raise ToolError for options that the class or its ``_prepare`` cannot be called with."""
+    for called in [cls, *([cls._prepare] if hasattr(cls, "_prepare") else [])]:
+        try:
+            signature = inspect.signature(called)
+        except ValueError:  # of a class in C
+            continue
+        try:
+            signature.bind(**options)
+        except TypeError as error:
+            raise ToolError(
+                f"environment.options do not fit {called.__qualname__}{signature}: {error}; given "
+                f"are {', '.join(map(repr, options)) or 'none'}"
+            ) from None
+
+
 class HostedClass:
     """A class whose public methods are tools."""
 
@@ -94,6 +116,7 @@ class HostedClass:
             self._class, self._rewards = unpacked_environment(start.packed)
         else:
             self._class = load_class(start.place)
+        _check_options(self._class, start.options)
         said = self._class._prepare(**start.options) if hasattr(self._class, "_prepare") else None
         self._note = said if isinstance(said, str) else ""
 

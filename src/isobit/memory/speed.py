@@ -581,9 +581,8 @@ def _scaled(card: Card) -> list[str]:
         return [f"{unlike}, whose bandwidth may be another"]
     tera = 1e12
     return [
-        f"{unlike}: they are scaled by data sheets, to",
-        f"{sheet.bandwidth / tera:.3g} TB/s, {sheet.int8 / tera:,.0f} TOPS in INT8 and "
-        f"{sheet.fp16 / tera:,.0f} TFLOPS in FP16",
+        f"{unlike}: they are scaled by data sheets, to {sheet.bandwidth / tera:.3g} TB/s, "
+        f"{sheet.int8 / tera:,.0f} TOPS in INT8 and {sheet.fp16 / tera:,.0f} TFLOPS in FP16"
     ]
 
 

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from isobit.models.adapter_folder import is_adapter_folder
 from isobit.models.config import ModelConfig, rotary_buffer
 from isobit.models.decoder import NAME as EMBEDDING
 from isobit.models.decoder import build_decoder
@@ -134,11 +135,16 @@ def shard_names(folder: Path) -> tuple[str, ...]:
 
 
 def _where_a_run_has_it(path: Path) -> str:
-    """A run directory is no model folder but contains one; say where."""
+    """A run directory is no model folder but contains one; say where. Adapters lie beside none."""
+    if is_adapter_folder(path.parent):
+        return (
+            f", as {path.parent} holds adapters of LoRA alone; name the model that they change, or "
+            f"make one of both: `isobit export {path.parent} --to FOLDER --merge`"
+        )
     if not (path.parent / "run.json").is_file():
         return ""
     model = path.parent / "model"
-    is_there = (model / path.name).is_file()
+    is_there = (model / path.name).is_file() or is_adapter_folder(model)
     return f"; {path.parent} is the directory of a run: " + (
         f"its model is {model}"
         if is_there

@@ -242,8 +242,12 @@ def _memory(found: Inspection, gpu: GpuFigures) -> list[str]:
 
 
 def _wrapped(line: str) -> list[str]:
-    """Lines within the width; one that fits, such as a row of a table, keeps its spaces."""
-    parts = [line] if len(line) <= WIDTH - 2 else wrap(line, WIDTH - 2)
+    """Lines within the width; one that fits, such as a row of a table, keeps its spaces, and the
+    rest of one that does not is indented further.
+    """
+    indent = (len(line) - len(line.lstrip(" "))) * " "
+    further = f"{indent}  " if indent else ""
+    parts = [line] if len(line) <= WIDTH - 2 else wrap(line, WIDTH - 2, subsequent_indent=further)
     return [f"  {part}" for part in parts]
 
 

@@ -17,7 +17,7 @@ from isobit.rewards.python_rewards import PREFIX, given_reward
 from isobit.rewards.signatures import Reward, recognise
 from isobit.util.errors import RewardError
 from isobit.util.option_secrets import from_environment
-from isobit.util.user_code import describe_missing, run_file
+from isobit.util.user_code import describe_missing, near_name, run_file
 
 RewardFunction: TypeAlias = Callable[[Prompt, Completion], float | None]
 _NO_MEMORY = ("annot allocate memory", "failed to map segment")
@@ -38,9 +38,16 @@ def load_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
     place = GRADERS.get(name, name)
     module_name, separator, function_name = place.rpartition(":")
     if not (separator and module_name and function_name):
+        if name.endswith(".py"):
+            functions = describe_missing(_from_file(Path(name)), "", inspect.isfunction)
+            raise RewardError(
+                f"the reward {name!r} names no function of the file; expected {name}:function, "
+                f"and its functions are {functions}"
+            )
         raise RewardError(
             f"cannot read the reward {name!r}; expected 'module:function', "
             f"'path/to/file.py:function' or one of {', '.join(map(repr, GRADERS))}"
+            f"{near_name(name, GRADERS)}"
         )
     module = (
         _from_file(Path(module_name)) if module_name.endswith(".py") else _from_module(module_name)

@@ -129,7 +129,11 @@ def _weighted(weights: PartWeights, parts: Mapping[str, Outcome]) -> Outcome:
 
 def _nothing_applies(parts: Mapping[str, Outcome]) -> Failure:
     which = "the reward" if len(parts) == 1 else f"each of the parts {', '.join(parts)}"
-    return Failure(NO_REWARD, f"{which} returned None, so none applies to the completion")
+    return Failure(
+        NO_REWARD,
+        f"{which} returned None, which says that it does not apply to the completion; a function "
+        "without a return statement returns None, too",
+    )
 
 
 def _number_of(outcome: Outcome) -> float | None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from isobit.config.data import ChatConfig
 from isobit.config.environment import EnvironmentConfig
+from isobit.config.reward import RewardConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.data.continuation import Continuation, Speaker
 from isobit.data.encoding import most_characters
@@ -34,6 +35,10 @@ None.
 """
 
 
+def grades_by_environment(reward: RewardConfig) -> bool:
+    return any(part.function == "environment" for part in reward.named().values())
+
+
 class _Unrecorded:
     """The ``KnownAnswers`` of completions that nobody repeats."""
 
@@ -50,13 +55,20 @@ def read_tools(
     chat: ChatConfig,
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: Sequence[int],
+    grades: bool = False,
 ) -> Tools:
     """The tools of an environment whose processes are open.
 
-    Raises ConfigError for a chat template that cannot be continued.
+    Raises ConfigError for a chat template that cannot be continued, and for a class without a
+    reward where it ``grades``.
     """
     schemas = environments.tools()
     leads = environments.leads
+    if grades and not (leads or environments.has_reward or environments.has_turn_reward):
+        raise ConfigError(
+            f"reward.function is 'environment', but {environment.place} has neither get_reward nor "
+            "get_turn_reward; give it one, or name another reward"
+        )
     speaks = environments.speaks
     if leads and not (chat.chat and tokenizer.chat_template):
         why = "data.chat is false" if tokenizer.chat_template else "the tokenizer has none"
@@ -92,6 +104,7 @@ def episodes_of(
     model: SamplingModel,
     rollout: RolloutConfig,
     engine: RolloutEngine,
+    grades: bool = False,
 ) -> Iterator[Acting]:
     """A block with the environment's processes.  Raises as they and ``read_tools`` do."""
     if environment is None:
@@ -99,7 +112,7 @@ def episodes_of(
         return
     tokenizer, stops = model.tokenizer, model.sampling(rollout).stop_token_ids
     with open_environments(environment, tokenizer) as opened:
-        tools = read_tools(opened, environment, chat, tokenizer, stops)
+        tools = read_tools(opened, environment, chat, tokenizer, stops, grades)
         say(f"isobit: {tools.describe()}")
         episodes = Episodes(
             environment, tools, opened, _Unrecorded(), tokenizer, model.context, engine

@@ -45,7 +45,7 @@ from isobit.records.text import Prompt
 from isobit.rewards.reference_check import check_references
 from isobit.rollout.episodes import Tools
 from isobit.rollout.requests import Request
-from isobit.run.acting import open_environments, read_tools
+from isobit.run.acting import grades_by_environment, open_environments, read_tools
 from isobit.util.errors import ModelError
 
 Lesson: TypeAlias = Example | Pair
@@ -223,7 +223,14 @@ def _tools(config: RunConfig, model: DescribedModel) -> Tools | None:
         return None
     stops = model.sampling(config.rollout).stop_token_ids
     with open_environments(config.environment, model.tokenizer) as environments:
-        return read_tools(environments, config.environment, config.data, model.tokenizer, stops)
+        return read_tools(
+            environments,
+            config.environment,
+            config.data,
+            model.tokenizer,
+            stops,
+            grades_by_environment(config.reward),
+        )
 
 
 def load_examples(

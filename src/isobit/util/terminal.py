@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import select
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +15,11 @@ from typing import Any, Literal
 
 _MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EAGAIN}
 """Errors after which writing may work again, as when space has been freed."""
+
+
+def help_width() -> int:
+    """Columns of a line of help, as argparse has them."""
+    return max(40, shutil.get_terminal_size().columns - 2)
 
 
 class Standard:

@@ -5,7 +5,7 @@ Every grading process imports this module at its start, so it must not import py
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -48,5 +48,10 @@ def describe_missing(module: ModuleType, name: str, is_one: Callable[[Any], bool
         for member, value in vars(module).items()
         if is_one(value) and getattr(value, "__module__", None) == module.__name__
     ]
-    near = get_close_matches(name, names, n=1)
-    return f"{', '.join(names) or 'none'}{f'; did you mean {near[0]!r}?' if near else ''}"
+    return f"{', '.join(names) or 'none'}{near_name(name, names)}"
+
+
+def near_name(name: str, names: Iterable[str]) -> str:
+    """``; did you mean 'X'?``, or nothing where none is near."""
+    near = get_close_matches(name, list(names), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
