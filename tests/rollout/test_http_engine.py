@@ -3,6 +3,8 @@ whatever becomes of the servers.
 """
 
 import json
+import os
+import signal
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,11 +27,18 @@ from isobit.models.weight_deltas import SentWeights
 from isobit.observe.console import silent
 from isobit.records.text import Completion, SamplingParams
 from isobit.rollout import episodes, servers
+from isobit.rollout.answers import UnavailableError
 from isobit.rollout.engine import Sampler, generate
 from isobit.rollout.http_engine import HttpEngine
 from isobit.rollout.requests import Handle, Request
 from isobit.run.loop import train
-from isobit.util.errors import ConfigError, MismatchError, RequestError, ServerError
+from isobit.util.errors import (
+    ConfigError,
+    Interrupted,
+    MismatchError,
+    RequestError,
+    ServerError,
+)
 from tests.rollout.served import engine_of, native_of, served
 from tests.rollout.server_runs import check_a_killed_server, left, run_maker, two_servers
 from tests.rollout.test_exactness import TINY, policy_of, requests
@@ -463,6 +472,27 @@ def test_a_run_by_servers_leaves_the_bytes_of_a_native_one_though_one_is_killed(
     check_a_killed_server(make_run, processes, tmp_path)
     manifest = json.loads((tmp_path / "servers" / "run.json").read_text())
     assert manifest["precision"]["exact"] is True and KEY not in json.dumps(manifest)
+
+
+def test_a_run_that_waits_for_its_servers_between_two_steps_stops_on_a_signal(
+    make_run: Callable[..., RunConfig], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them can take the weights of the first step."""
+    push = servers.Server._push
+
+    def push_first(self: servers.Server, weights: Any) -> None:
+        if weights.version == 1:
+            return push(self, weights)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise UnavailableError("connection refused")
+
+    monkeypatch.setattr(servers.Server, "_push", push_first)
+    with served(config=read_config(tiny_folder)) as one:
+        rollout = {"engine": "http", "servers": [one], "servers_timeout_s": 4.0}
+        config = make_run("http", rollout=rollout)
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            train(config, silent())
+    assert (config.output / "checkpoints" / "step_000001").is_dir()
 
 
 @pytest.mark.parametrize(

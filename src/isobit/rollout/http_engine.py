@@ -15,7 +15,7 @@ are looked for here, as episodes are.
 
 import json
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -84,6 +84,8 @@ class HttpEngine(RemoteSamples):
         bits: the class of this machine's bits, which must be the servers'.
         run: a name of the run that it has again when it is resumed.
         world: of the policy; each rank has an engine, with other servers.
+        watch: called all the time while servers are waited for in the middle of a call; what it
+            raises ends the call.
 
     Raises ConfigError, on all ranks, for a server that computes something else, and where none of
     a rank's answers.
@@ -102,8 +104,10 @@ class HttpEngine(RemoteSamples):
         bits: Mapping[str, str],
         run: str | None = None,
         world: World = ALONE,
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
         self._policy, self._patience_s, self._run = policy, config.servers_timeout_s, run
+        self._watch = watch
         self._board = NewsBoard(self._patience_s, policy.config.num_drawn)
         self._servers = self._reach(config.servers, key, bits)
         self._loads = {server: Load() for server in self._servers}
@@ -242,6 +246,7 @@ class HttpEngine(RemoteSamples):
                 server.set_weights(weights)
             self._board.changed.notify_all()
         while True:
+            self._watch()
             self._hear()
             with self._board.changed:
                 up = sum(one.is_up for one in self._servers)
