@@ -1,5 +1,7 @@
 """Which of several ranks that failed is the one that began."""
 
+import os
+import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,6 +69,30 @@ def test_a_death_is_found_at_the_next_look_and_the_others_are_asked_to_end() -> 
     with pytest.raises(RankError):
         Ranks(ranks, hear).run()
     assert asked_at == [3]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_run_that_was_asked_to_stop_is_not_started_again(
+    number: signal.Signals, is_before: bool
+) -> None:
+    """Also where the signal comes while the others are ended; one to save asks for no stop."""
+    ranks, looks = [Given(0), Given(1)], list[int]()
+    ranks[0].send = lambda number: None
+
+    def hear() -> None:
+        looks.append(1)
+        if len(looks) == 2 - is_before:
+            os.kill(os.getpid(), number)
+        if len(looks) == 1 + is_before:
+            ranks[1].exit_code = -9
+        if len(looks) == 4:
+            ranks[0].exit_code = 128 + number
+
+    ranks[1].send = lambda number: None
+    with pytest.raises(RankError, match="rank 1 is gone") as failed:
+        Ranks(ranks, hear).run()
+    assert failed.value.died == (number == signal.SIGUSR1)
 
 
 @pytest.mark.parametrize(

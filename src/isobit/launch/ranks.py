@@ -19,7 +19,8 @@ from isobit.util.errors import Interrupted, IsobitError, MismatchError, PeerErro
 
 class RankError(IsobitError):
     """A rank has failed, and all have ended with it; ``exit_code`` is that rank's.  It ``died``
-    unless it knew of an error that a user can meet: started again, it may live.
+    unless it knew of an error that a user can meet, or a signal had asked all to stop: started
+    again, it may live.
     """
 
     def __init__(self, text: str, exit_code: int, died: bool = False) -> None:
@@ -181,7 +182,8 @@ class Ranks:
             raise Interrupted(self._signal.name, self._signal)
         first = min(failed, key=lambda rank: rank.order)
         code = first.notes.get("code") or first.code
-        raise RankError(self._reason(first, failed), code, died=self._died(first))
+        died = self._died(first) and self._signal is None  # none goes on that was asked to stop
+        raise RankError(self._reason(first, failed), code, died)
 
     def _verdicts(self) -> list[tuple[int | None, str]]:
         """What ranks found of others that are dead or silent: the other's number, and the text."""
