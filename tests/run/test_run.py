@@ -1,13 +1,17 @@
 """Ranks that are not alike are refused, by name, on all of them."""
 
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from isobit.config.recipes import RunConfig
+from isobit.config.rollout import RunRolloutConfig
 from isobit.parallel.world import Alone, is_raised_on_all
 from isobit.run.agreement import check_machines, check_recipes
+from isobit.run.engines import make_engine
 from isobit.util.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -55,3 +59,19 @@ def test_another_number_of_threads() -> None:
 def test_another_version() -> None:
     with pytest.raises(ConfigError, match=r"rank 1 on far has versions\.torch '1\.0'"):
         check_machines(Among(host="far", versions={"torch": "1.0"}), CPU)
+
+
+class Several(Alone):
+    """A world of two, of which nothing is asked."""
+
+    size = 2
+
+
+@pytest.mark.parametrize("tables", [{}, {"servers": ["http://a:1"], "weights_folder": "here"}])
+def test_engines_of_one_process_are_refused_where_torchrun_has_started_several(
+    tables: dict[str, Any],
+) -> None:
+    rollout = RunRolloutConfig.model_validate({"engine": "vllm", **tables})
+    recipe, nothing = cast("Any", SimpleNamespace(seed=0, output=Path())), cast("Any", None)
+    with pytest.raises(ConfigError, match="a run of one process, and 2 were started; start one"):
+        make_engine(nothing, rollout, recipe, Several(), Several(), 1, lambda: None)

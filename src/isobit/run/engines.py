@@ -56,6 +56,11 @@ def make_engine(
             )
         own = rollout.model_copy(update={"servers": rollout.servers[world.rank :: world.size]})
         return HttpEngine(model.policy, own, key, model.tokenizer, seed, bits, run, world, watch)
+    if world.size > 1:  # by torchrun, of which the recipe says nothing
+        raise ConfigError(
+            f"rollout.engine is 'vllm', which samples for a run of one process, and {world.size} "
+            "were started; start one, or set rollout.engine to 'native' or 'http'"
+        )
     if rollout.servers:
         from isobit.rollout.vllm_server import VllmServers
 
