@@ -113,3 +113,32 @@ def test_what_a_rank_knew_is_not_its_death(
     with pytest.raises(RankError) as failed:
         Ranks([rank], lambda: None).run()
     assert failed.value.died == died
+
+
+BOARD = "who keeps the board of the run gives no answer"
+
+
+@pytest.mark.parametrize(
+    ("notes", "exit_code", "verdict", "reason", "died"),
+    [
+        ({"error": "no such key"}, 2, None, "^rank 0: no such key$", False),
+        ({}, -9, None, "^rank 0 is gone$", True),
+        ({"fault": "ValueError"}, 1, None, "^rank 0 is gone$", True),
+        ({}, 2, None, "^rank 0 is gone$", False),
+        ({}, 4, None, BOARD, True),
+        ({"lost": "broken pipe"}, 4, None, BOARD, True),
+        ({}, -9, 0, BOARD, True),
+        ({"error": "the disk is full"}, -9, 0, "^rank 0: the disk is full$", False),
+        ({"error": "the disk is full"}, 2, 1, "^rank 0: the disk is full$", False),
+    ],
+)
+def test_what_others_find_of_a_rank_that_ended_by_itself_is_not_the_reason(
+    notes: Mapping[str, Any], exit_code: int, verdict: int | None, reason: str, died: bool
+) -> None:
+    """Rank 0 keeps the board, whose end the watch of another notices."""
+    ranks = [Given(0), Given(1)]
+    ranks[0].found, ranks[0].exit_code = notes, exit_code
+    ranks[1].found, ranks[1].exit_code = {"verdict": [verdict, BOARD]}, 4
+    with pytest.raises(RankError, match=reason) as failed:
+        Ranks(ranks, lambda: None).run()
+    assert failed.value.died == died

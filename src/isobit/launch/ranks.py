@@ -191,12 +191,17 @@ class Ranks:
 
     def _died(self, first: Rank) -> bool:
         """Whether a rank was lost, rather than stopped for a reason that it knew."""
-        knew = (IsobitError.exit_code, MismatchError.exit_code)
-        return bool(self._verdicts()) or not ("error" in first.notes or first.exit_code in knew)
+        codes = (IsobitError.exit_code, MismatchError.exit_code)
+        knew = "error" in first.notes or first.exit_code in codes
+        return first.exit_code == PeerError.exit_code or not knew
 
     def _reason(self, first: Rank, failed: Sequence[Rank]) -> str:
+        """Why the run ended.  Of what others found, that of a rank which ended by itself follows
+        from its end: the board that it kept is gone, say.
+        """
+        follows = first.exit_code == PeerError.exit_code
         for number, text in self._verdicts():
-            if number in (None, first.number):
+            if self._died(first) and (number == first.number or (number is None and follows)):
                 return text
         error = first.notes.get("error") or first.notes.get("lost")
         if error is None:
