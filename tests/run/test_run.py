@@ -1,17 +1,15 @@
 """Ranks that are not alike are refused, by name, on all of them."""
 
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from isobit.config.recipes import RunConfig
-from isobit.config.rollout import RunRolloutConfig
+from isobit.config.rules import check_started
 from isobit.parallel.world import Alone, is_raised_on_all
 from isobit.run.agreement import check_machines, check_recipes
-from isobit.run.engines import make_engine
+from isobit.run.rollouter_process import train_by_ranks
 from isobit.util.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -61,17 +59,20 @@ def test_another_version() -> None:
         check_machines(Among(host="far", versions={"torch": "1.0"}), CPU)
 
 
-class Several(Alone):
-    """A world of two, of which nothing is asked."""
-
-    size = 2
-
-
 @pytest.mark.parametrize("tables", [{}, {"servers": ["http://a:1"], "weights_folder": "here"}])
 def test_engines_of_one_process_are_refused_where_torchrun_has_started_several(
     tables: dict[str, Any],
 ) -> None:
-    rollout = RunRolloutConfig.model_validate({"engine": "vllm", **tables})
-    recipe, nothing = cast("Any", SimpleNamespace(seed=0, output=Path())), cast("Any", None)
-    with pytest.raises(ConfigError, match="a run of one process, and 2 were started; start one"):
-        make_engine(nothing, rollout, recipe, Several(), Several(), 1, lambda: None)
+    """Of which the recipe says nothing."""
+    values = config().model_dump(mode="json", by_alias=True)
+    values["rollout"] |= {"engine": "vllm", **tables}
+    recipe = RunConfig.model_validate(values)
+    check_started(recipe, 1)
+    with pytest.raises(ConfigError, match="a run of one process, and 2 processes were started"):
+        train_by_ranks(recipe, world=Several())
+
+
+class Several(Alone):
+    """A world of two, of which nothing is asked."""
+
+    size = 2

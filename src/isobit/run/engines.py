@@ -48,19 +48,8 @@ def make_engine(
 
         bits = environment(model.policy.device)["bits"]
         key, run = _server_key(rollout), f"{world.host}:{output.resolve()}"
-        if len(rollout.servers) < world.size:
-            raise ConfigError(
-                f"rollout.servers names {len(rollout.servers)}, and the run has {world.size} "
-                "processes, each of which samples at servers of its own: start as many servers "
-                "as processes, or lower cluster.processes"
-            )
         own = rollout.model_copy(update={"servers": rollout.servers[world.rank :: world.size]})
         return HttpEngine(model.policy, own, key, model.tokenizer, seed, bits, run, world, watch)
-    if world.size > 1:  # by torchrun, of which the recipe says nothing
-        raise ConfigError(
-            f"rollout.engine is 'vllm', which samples for a run of one process, and {world.size} "
-            "were started; start one, or set rollout.engine to 'native' or 'http'"
-        )
     if rollout.servers:
         from isobit.rollout.vllm_server import VllmServers
 
