@@ -383,6 +383,14 @@ def test_what_a_server_cannot_draw_ends_the_run(
         generate(engine, requests())
 
 
+def test_two_addresses_of_one_server_are_refused(two: list[str]) -> None:
+    """Of which each would have its weights, and end what the other sends."""
+    one, other = two
+    again = one.replace("127.0.0.1", "localhost")
+    with pytest.raises(ConfigError, match=f"one server twice, as {one} and {again}; name each"):
+        engine_of(policy_of("fp8"), one, other, again)
+
+
 def test_other_servers_are_refused_by_what_they_differ_in(two: list[str]) -> None:
     def refused(match: str, *urls: str, policy: Policy | None = None, **keys: Any) -> None:
         with pytest.raises(ConfigError, match=match):
@@ -502,6 +510,10 @@ def test_a_run_that_waits_for_its_servers_between_two_steps_stops_on_a_signal(
         ({"rollout": {"servers": ["http://a:1"]}}, "servers and server_key say where it samples"),
         ({"rollout": {"server_key": "env:KEY"}}, "servers and server_key say where it samples"),
         ({"rollout": {"engine": "http", "servers": ["http://a:1"] * 2}}, "names a server twice"),
+        (
+            {"rollout": {"engine": "http", "servers": ["http://a:1", "http://A:1/"]}},
+            "names a server twice",
+        ),
         (
             {
                 "rollout": {"engine": "http", "servers": ["http://a:1"]},

@@ -195,7 +195,7 @@ def check_engine(config: RunConfig) -> None:
             "precision.kv_scales is 'per_tensor', whose scales are not sent to servers "
             "(rollout.engine = 'http'); leave kv_scales out, or set rollout.engine = 'native'"
         )
-    if len(set(rollout.servers)) < len(rollout.servers):
+    if len({one.rstrip("/").lower() for one in rollout.servers}) < len(rollout.servers):
         raise ConfigError("rollout.servers names a server twice; name each once")
 
 

@@ -27,7 +27,7 @@ from isobit.config.rollout import RunRolloutConfig
 from isobit.models.function import LogProbFunction, function_of
 from isobit.models.policy import Policy
 from isobit.models.weight_deltas import SentWeights
-from isobit.parallel.world import ALONE, World, run_on_all
+from isobit.parallel.world import ALONE, World, raised_on_all, run_on_all
 from isobit.rollout.answers import DrawnSample, UnavailableError
 from isobit.rollout.remote_samples import RemoteSamples
 from isobit.rollout.requests import EngineLimits, Handle
@@ -112,6 +112,8 @@ class HttpEngine(RemoteSamples):
         self._servers = self._reach(config.servers, key, bits)
         self._loads = {server: Load() for server in self._servers}
         notes = run_on_all(world, self._check_servers)
+        names = [(one.name, one.url) for one in self._servers if one.name]
+        _check_apart([name for of_rank in world.all_gather(names) for name in of_rank])
         own = [dict(one.sizes) for one in self._servers if one.sizes]
         sizes = [size for of_rank in world.all_gather(own) for size in of_rank]
         limits = EngineLimits(
@@ -405,6 +407,20 @@ class HttpEngine(RemoteSamples):
         if not self._live:
             self._heard_at = monotonic()
         super()._begin_period()
+
+
+def _check_apart(named: Iterable[tuple[str, str]]) -> None:
+    """Refuse two addresses of one server, by the names that servers have for themselves."""
+    addresses: dict[str, str] = {}
+    for name, url in named:
+        if name in addresses:
+            raise raised_on_all(
+                ConfigError(
+                    f"rollout.servers names one server twice, as {addresses[name]} and {url}; name "
+                    "each once, and start as many as the run has processes"
+                )
+            )
+        addresses[name] = url
 
 
 def _start(sample: Sample) -> tuple[int, int]:
