@@ -4,7 +4,9 @@ import ast
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,6 +104,15 @@ def test_a_function_starts_no_processes(tmp_path):
     with pytest.raises(ConfigError, match="start this script with torchrun"):
         isobit.train(recipe, output=str(tmp_path / "run"), cluster={"processes": 2})
     assert not (tmp_path / "run").exists()
+
+
+def test_a_script_of_several_processes_has_no_rollouters(tmp_path, monkeypatch):
+    monkeypatch.setattr("isobit.api.is_launched", lambda: True)
+    monkeypatch.setattr("isobit.api.watched", lambda: nullcontext(SimpleNamespace(size=2)))
+    recipe = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
+    parts: dict[str, Any] = {"cluster": {"rollouters": 1}, "async": {"lag": 1}}
+    with pytest.raises(ConfigError, match=r"in a script all 2 processes train; .* with torchrun"):
+        isobit.train(recipe, output=str(tmp_path / "run"), **parts)
 
 
 ROWS = [{"prompt": f"{a}+{b}+1+2=", "answer": str(a + b + 3)} for a in (1, 2, 3) for b in (1, 2)]

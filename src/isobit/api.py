@@ -44,11 +44,11 @@ from isobit.environments.python_environments import (
     takes_environments,
 )
 from isobit.kernels.backend import use_back_end
+from isobit.launch.own_rank import watched
 from isobit.models.folder import model_folder
 from isobit.observe.evaluation import EvalResult
 from isobit.observe.flow_choice import Comparison
 from isobit.parallel.launched import is_launched
-from isobit.parallel.processes import joined
 from isobit.parallel.world import World
 from isobit.proof import verify as verification
 from isobit.proof.verify import VerifyOptions, VerifyResult
@@ -190,7 +190,14 @@ def _world_of(config: RunConfig | SftConfig, command: str) -> Iterator[World]:
             f"{config.cluster.launcher!r}, but a function starts no processes; run the command "
             f"`isobit {command}`, start this script with torchrun, or leave the key out"
         )
-    with joined() as world:
+    with watched() as world:
+        if config.cluster.rollouters and world.size > 1:
+            raise ConfigError(
+                f"cluster.rollouters is {config.cluster.rollouters}, and in a script all "
+                f"{world.size} processes train; start the command `isobit {command}` with torchrun "
+                f"(-m isobit.cli.main {command}), or leave the key out: all sample and train in "
+                "turn then"
+            )
         yield world
 
 

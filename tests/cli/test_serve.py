@@ -5,6 +5,7 @@ import socket
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Request
 from isobit.run.loop import train
 from tests.serve.servers import choices, serving
+from tests.tiny import save_tiny, tiny_model
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -60,6 +62,46 @@ def test_a_run_is_served_in_its_flow_and_by_its_back_end(tmp_path: Path) -> None
             serve._COMMAND, *serve._COMMAND.read_some([str(tmp_path), *more])
         )
         assert (settings.precision.preset, settings.back_end) == ("bf16", back_end)
+
+
+@pytest.mark.parametrize(
+    ("began", "message"),
+    [
+        ({"from_scratch": {"family": "qwen3"}}, "a run that began with a model; this one had none"),
+        ({"lora": {"rank": 8}}, "trains all weights, and this one trains adapters"),
+        ({"objective": "preference"}, "trains a reward model (objective = "),
+    ],
+)
+def test_a_run_whose_checkpoints_are_no_model_that_writes_is_not_followed(
+    began: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its checkpoints would be passed over, and the model that it began with served as the run."""
+    monkeypatch.setattr(serve, "_serve", lambda *_: 0)
+    record = {"model": "starter", "precision": {"preset": "bf16"}, "back_end": "auto", **began}
+    (tmp_path / "run.json").write_text(json.dumps({"config": record}))
+    assert main(["serve", str(tmp_path), "--follow", "--port", "0"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_that_began_with_another_model_than_is_there_now_is_not_followed(
+    make_config: Callable[..., RunConfig],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serve, "_serve", lambda *_: 0)
+    config = make_config(training={"steps": 1})
+    train(config)
+    path = config.output / "run.json"
+    record = json.loads(path.read_text())
+    record["config"]["model"] = str(save_tiny(tmp_path / "other", tiny_model(hidden_size=256)))
+    path.write_text(json.dumps(record))
+    assert main(["serve", str(config.output), "--follow", "--port", "0"]) == 2
+    assert "that is another model now" in capsys.readouterr().err
 
 
 def test_a_followed_run_is_served_as_its_newest_checkpoint(

@@ -232,6 +232,33 @@ def test_what_cannot_be_planned_is_refused(tmp_path, capsys, words, said):
     assert not output.exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--cluster.rollouters 2 --async.lag 1", "rollouters is 2, but the run has 2 processes"),
+        ("--cluster.rollouters 9 --async.lag 1", "rollouters is 9, but the run has 2 processes"),
+        (
+            "--cluster.rollouters 2 --async.max_staleness 1",
+            "rollouters is 2, but the run has 2 processes, of which at least one has to train",
+        ),
+        (
+            '--rollout.engine http --rollout.servers ["http://a:1"]',
+            "rollout.servers names 1, and the run has 2 processes, each of which samples at",
+        ),
+    ],
+)
+@pytest.mark.parametrize("flags", [["--dry-run"], []])
+def test_parts_that_do_not_go_with_the_processes_are_refused_before_these_are_started(
+    tmp_path, capsys, monkeypatch, words, said, flags
+):
+    monkeypatch.setattr("isobit.launch.local.launch", lambda *_: pytest.fail("they are started"))
+    output = tmp_path / "run"
+    asked = ["--output", str(output), *TINY, "--cluster.processes", "2", *words.split()]
+    assert main(["train", QUICKSTART, *flags, *asked]) == 2
+    assert said in capsys.readouterr().err
+    assert not output.exists()
+
+
 def test_a_dry_run_for_a_gpu_that_is_not_here_says_how_to_plan_it(
     tmp_path, capsys, monkeypatch, config_alone
 ):

@@ -1,7 +1,9 @@
 """Whichever rank fails, and whoever has started it, its error is said once, and by no other."""
 
+import os
 import re
 import runpy
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -11,7 +13,10 @@ from pathlib import Path
 import pytest
 
 from isobit.launch.local import launch
+from isobit.launch.own_rank import watched
 from isobit.launch.ranks import RankError
+from isobit.parallel.world import run_on_all
+from isobit.util.errors import PeerError
 from tests.forked import Launched, called
 from tests.worlds import environment, free_port
 
@@ -54,13 +59,13 @@ def test_a_fault_is_named_before_the_frames_that_torch_prints_behind_it() -> Non
 
 
 class UnderAnotherLauncher:
-    """Two ranks."""
+    """Two ranks, by a function of this module."""
 
-    def __init__(self, case: str, folder: Path) -> None:
+    def __init__(self, case: str, folder: Path, what: str = "be_a_rank") -> None:
         port = free_port()
         self._logs = [folder / f"{case}-{rank}" for rank in range(2)]
         self._ranks = [
-            called(f"{__name__}:be_a_rank", log, case, environ=environment(rank, 2, port))
+            called(f"{__name__}:{what}", log, case, environ=environment(rank, 2, port))
             for rank, log in enumerate(self._logs)
         ]
 
@@ -82,6 +87,40 @@ def test_an_error_under_another_launcher(tmp_path: Path) -> None:
         codes, said = UnderAnotherLauncher(case, tmp_path).end()
         assert len([line for line in said.splitlines() if "no such file" in line]) == lines
         assert codes == {"fine": [0, 0], "all": [2, 2], "agreed": [4, 2]}[case]
+
+
+def be_a_script(case: str) -> int:
+    """A program of a user's that calls functions, and goes on after an error of all ranks."""
+    try:
+        for _ in range(2):
+            with watched() as world:
+                if case == "raises":
+                    run_on_all(world, lambda: 1 // world.rank)
+                if case == "hangs" and world.rank == 1:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                world.barrier("both")
+    except (PeerError, ZeroDivisionError) as error:
+        print(type(error).__name__)
+    print("the end")
+    return 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("case", "codes", "said"),
+    [
+        ("fine", [0, 0], ["the end"] * 2),
+        ("raises", [0, 0], ["PeerError", "ZeroDivisionError", "the end", "the end"]),
+        ("hangs", [4, -9], ["error: rank 1 has been silent in starting for .. s: ended"]),
+    ],
+)
+def test_a_script_of_several_processes_is_watched(
+    case: str, codes: list[int], said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ISOBIT_SILENCE_S", "3")
+    ended, found = UnderAnotherLauncher(case, tmp_path, "be_a_script").end()
+    found = re.sub(r"for \d+ s", "for .. s", re.sub(r" \(.*, process \d+\)", "", found))
+    assert (ended, sorted(found.splitlines())) == (codes, said)
 
 
 DEATHS = {

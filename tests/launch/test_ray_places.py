@@ -8,7 +8,7 @@ from isobit.cli import training
 from isobit.config.recipes import Recipe
 from isobit.config.tables import ClusterConfig
 from isobit.launch import local, ray_launcher
-from isobit.launch.ray_launcher import _Places
+from isobit.launch.ray_launcher import _Places, _Site
 from isobit.util.errors import ConfigError
 
 
@@ -44,3 +44,16 @@ def test_a_run_is_started_again_by_as_many_as_share_engines(
     monkeypatch.setattr(ray_launcher, "launch_on_ray", launch)
     training._launch("train", cast("Recipe", Config()), [])
     assert asked == [(8, 8), (8, 2)]
+
+
+def test_ranks_are_numbered_by_host_and_gpu_however_these_are_named() -> None:
+    """A node whose CUDA_VISIBLE_DEVICES has UUIDs gives these out."""
+
+    def site(address: str, *gpus: str) -> _Site:
+        return _Site(f"node of {address}", address, "host", gpus, 8)
+
+    a, b = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-0b1c2d3e"
+    sites = [site("2", "0"), site("1", "10"), site("1", "9"), site("0", a), site("0", b)]
+    found = [(one.address, one.gpus) for one in sorted(sites, key=lambda one: one.order)]
+    assert found == [("0", (b,)), ("0", (a,)), ("1", ("9",)), ("1", ("10",)), ("2", ("0",))]
+    assert sorted([site("1"), site("0")], key=lambda one: one.order)[0] == site("0")

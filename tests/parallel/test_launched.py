@@ -61,5 +61,52 @@ def test_how_often_torchrun_has_started_all_again() -> None:
 
 
 def test_half_of_the_words() -> None:
-    with pytest.raises(ConfigError, match="RANK and MASTER_PORT is not set"):
+    with pytest.raises(ConfigError, match="RANK and MASTER_PORT are not set"):
         take_place({"WORLD_SIZE": "2", "MASTER_ADDR": "here"})
+    with pytest.raises(ConfigError, match="MASTER_ADDR is not set"):
+        take_place({"WORLD_SIZE": "2", "RANK": "1", "MASTER_PORT": "29500"})
+
+
+WHOLE = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'; expected a whole number, 0 or more: start"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE is '-1'; expected a whole number, 0 or more: start"),
+        ({"RANK": "x"}, "RANK is 'x'; expected a whole number, 0 to 1: start"),
+        ({"RANK": "2"}, "RANK is '2'; expected a whole number, 0 to 1: start"),
+        ({"RANK": "-1"}, "RANK is '-1'; expected"),
+        ({"LOCAL_RANK": "a"}, "LOCAL_RANK is 'a'; expected a whole number, 0 to 1: start"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK is '2'; expected a whole number, 0 to 1: start"),
+        (
+            {"SLURM_LOCALID": "?"},
+            r"SLURM_LOCALID is '\?'; expected a whole number, 0 or more: start",
+        ),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT is '99999'; expected a whole number, 0 to 65535"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'; expected"),
+        ({"TORCHELASTIC_RESTART_COUNT": "often"}, "TORCHELASTIC_RESTART_COUNT is 'often'"),
+    ],
+)
+def test_a_word_that_is_no_number_of_its_kind(wrong: dict[str, str], message: str) -> None:
+    take_place({**WHOLE, "SLURM_LOCALID": "5"})
+    environment = {**WHOLE, **wrong}
+    assert is_launched(environment)
+    with pytest.raises(ConfigError, match=message):
+        take_place(environment)
+
+
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS"])
+def test_a_word_of_slurm_that_is_no_number(name: str) -> None:
+    environment = {**STEP, name: "many"}
+    assert is_launched(environment)
+    with pytest.raises(ConfigError, match=r" is 'many'; expected a whole number"):
+        take_place(environment)
+
+
+def test_a_step_of_slurm_without_a_place_on_its_host() -> None:
+    """The first GPU that the process sees is its own."""
+    environment = {name: value for name, value in STEP.items() if name != "SLURM_LOCALID"}
+    take_place(environment)
+    assert rank_of_host(environment) == 0

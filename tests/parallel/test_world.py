@@ -4,6 +4,7 @@ import errno
 import math
 import os
 from pathlib import Path
+from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -240,3 +241,27 @@ def test_where_one_rank_has_no_memory_for_all_to_read_all_are_told() -> None:
     assert first["folders"] == second["folders"] == "[False, False, True]", "room for both"
     assert second["memory"] == "OutOfMemoryError: no 1000 bytes"
     assert first["memory"].startswith("OutOfMemoryError: rank 1: ")
+
+
+@pytest.mark.parametrize(("waits_s", "lines"), [(0.0, 1), (60.0, 0)])
+def test_others_that_do_not_come_are_named_while_they_are_waited_for(
+    waits_s: float,
+    lines: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Torch waits half an hour without a word."""
+    words = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a.host", "MASTER_PORT": "29500"}
+    for name, value in words.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(processes, "WAITED_S", waits_s)
+
+    def find(_: str) -> Any:
+        sleep(0.1)
+        raise processes.dist.DistStoreError("1/2 clients joined")
+
+    monkeypatch.setattr(processes, "rendezvous", find)
+    with pytest.raises(ConfigError, match="have not found each other"), processes.joined():
+        pass
+    said = "isobit: waiting for all 2 processes of the run at a.host:29500, here as rank 0\n"
+    assert capsys.readouterr().err == said * lines

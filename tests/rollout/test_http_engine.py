@@ -3,6 +3,8 @@ whatever becomes of the servers.
 """
 
 import json
+import os
+import signal
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,11 +27,18 @@ from isobit.models.weight_deltas import SentWeights
 from isobit.observe.console import silent
 from isobit.records.text import Completion, SamplingParams
 from isobit.rollout import episodes, servers
+from isobit.rollout.answers import UnavailableError
 from isobit.rollout.engine import Sampler, generate
 from isobit.rollout.http_engine import HttpEngine
 from isobit.rollout.requests import Handle, Request
 from isobit.run.loop import train
-from isobit.util.errors import ConfigError, MismatchError, RequestError, ServerError
+from isobit.util.errors import (
+    ConfigError,
+    Interrupted,
+    MismatchError,
+    RequestError,
+    ServerError,
+)
 from tests.rollout.served import engine_of, native_of, served
 from tests.rollout.server_runs import check_a_killed_server, left, run_maker, two_servers
 from tests.rollout.test_exactness import TINY, policy_of, requests
@@ -374,6 +383,14 @@ def test_what_a_server_cannot_draw_ends_the_run(
         generate(engine, requests())
 
 
+def test_two_addresses_of_one_server_are_refused(two: list[str]) -> None:
+    """Of which each would have its weights, and end what the other sends."""
+    one, other = two
+    again = one.replace("127.0.0.1", "localhost")
+    with pytest.raises(ConfigError, match=f"one server twice, as {one} and {again}; name each"):
+        engine_of(policy_of("fp8"), one, other, again)
+
+
 def test_other_servers_are_refused_by_what_they_differ_in(two: list[str]) -> None:
     def refused(match: str, *urls: str, policy: Policy | None = None, **keys: Any) -> None:
         with pytest.raises(ConfigError, match=match):
@@ -465,6 +482,27 @@ def test_a_run_by_servers_leaves_the_bytes_of_a_native_one_though_one_is_killed(
     assert manifest["precision"]["exact"] is True and KEY not in json.dumps(manifest)
 
 
+def test_a_run_that_waits_for_its_servers_between_two_steps_stops_on_a_signal(
+    make_run: Callable[..., RunConfig], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them can take the weights of the first step."""
+    push = servers.Server._push
+
+    def push_first(self: servers.Server, weights: Any) -> None:
+        if weights.version == 1:
+            return push(self, weights)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise UnavailableError("connection refused")
+
+    monkeypatch.setattr(servers.Server, "_push", push_first)
+    with served(config=read_config(tiny_folder)) as one:
+        rollout = {"engine": "http", "servers": [one], "servers_timeout_s": 4.0}
+        config = make_run("http", rollout=rollout)
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            train(config, silent())
+    assert (config.output / "checkpoints" / "step_000001").is_dir()
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
@@ -472,6 +510,10 @@ def test_a_run_by_servers_leaves_the_bytes_of_a_native_one_though_one_is_killed(
         ({"rollout": {"servers": ["http://a:1"]}}, "servers and server_key say where it samples"),
         ({"rollout": {"server_key": "env:KEY"}}, "servers and server_key say where it samples"),
         ({"rollout": {"engine": "http", "servers": ["http://a:1"] * 2}}, "names a server twice"),
+        (
+            {"rollout": {"engine": "http", "servers": ["http://a:1", "http://A:1/"]}},
+            "names a server twice",
+        ),
         (
             {
                 "rollout": {"engine": "http", "servers": ["http://a:1"]},

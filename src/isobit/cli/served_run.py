@@ -60,20 +60,37 @@ class FollowedRun:
     """The checkpoints of a run as they are written, checked in a thread of their own."""
 
     def __init__(self, root: Path) -> None:
-        """Raises ConfigError for a path that is no run, and a run that began with no model."""
+        """Raises ConfigError for a path that is no run, and a run whose checkpoints do not hold
+        all weights of a model that it began with.
+        """
         if not is_run(root):
             raise ConfigError(f"--follow is for a run's directory, and {root} is none")
-        if began_with(root).get("from_scratch") is not None:
+        record = began_with(root)
+        if record.get("from_scratch") is not None:
             raise ConfigError("--follow is for a run that began with a model; this one had none")
+        if record.get("lora") is not None:
+            raise ConfigError(
+                "--follow is for a run that trains all weights, and this one trains adapters "
+                "(lora); write a checkpoint's with `isobit export RUN --to FOLDER` and serve that, "
+                "or RUN once it has finished"
+            )
+        if record.get("objective") == "preference":
+            raise ConfigError(
+                'this run trains a reward model (objective = "preference"), which writes no text; '
+                "`isobit eval --reward-model` measures one"
+            )
         self._checkpoints = RunDirectory(root).checkpoints
         self._step = 0
         self._newest: tuple[int, Path] | None = None
 
     def start(self, policy: "Policy") -> None:
-        """Take the newest checkpoint now, and look for others from now on."""
+        """Take the newest checkpoint now, and look for others from now on.  Raises IsobitError for
+        one that is not of the policy's model.
+        """
         self._look()
-        if (take := self.new_weights(policy)) is not None:
-            take()
+        if self._newest is not None:
+            self._take(policy, *self._newest)
+            self._newest = None
         threading.Thread(target=self._keep_looking, name="checkpoints", daemon=True).start()
 
     def new_weights(self, policy: "Policy") -> Callable[[], None] | None:
@@ -100,15 +117,16 @@ class FollowedRun:
             say(f"isobit: the checkpoint of step {self._step} is passed over: {error}")
 
     def _publish(self, policy: "Policy") -> None:
-        from isobit.commands.export import MasterTensors
-        from isobit.store.checkpoint import MASTERS
-
         assert self._newest is not None
         (step, folder), self._newest = self._newest, None
         try:
-            masters = MasterTensors.of(folder / MASTERS, policy.config).file
+            self._take(policy, step, folder)
         except IsobitError as error:
             say(f"isobit: the checkpoint of step {step} is passed over: {error}")
-            return
-        policy.republish(masters)
+
+    def _take(self, policy: "Policy", step: int, folder: Path) -> None:
+        from isobit.commands.export import MasterTensors
+        from isobit.store.checkpoint import MASTERS
+
+        policy.republish(MasterTensors.of(folder / MASTERS, policy.config).file)
         print(f"isobit: the weights of step {step}, version {policy.version}", flush=True)

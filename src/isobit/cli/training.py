@@ -39,6 +39,7 @@ from isobit.config.load import (
     read_words,
 )
 from isobit.config.recipes import Recipe, recorded_recipe
+from isobit.config.rules import check_started
 from isobit.parallel.black_box import end_with_launcher
 from isobit.parallel.launched import SAVES, is_launched
 from isobit.util.errors import ConfigError
@@ -149,6 +150,7 @@ def _obey(
         _print_plan(plan, options.verbose)
     elif may_launch and config.cluster.is_launched:
         command.check(config)
+        check_started(config, config.cluster.processes)
         _launch(command.name, config, arguments)
     else:
         with starting():

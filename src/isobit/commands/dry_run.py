@@ -17,6 +17,7 @@ import torch
 from isobit.config.load import dump_config
 from isobit.config.recipes import Recipe, RunConfig
 from isobit.config.reward import RewardConfig
+from isobit.config.rules import check_started
 from isobit.kernels.backend import back_end_of
 from isobit.kernels.sizes import Sizes
 from isobit.memory.cache_size import CARRIES, PAGES, cache_size_for
@@ -139,6 +140,7 @@ def plan_training(
     notes: list[str] = []
     recipe = settled(as_begun(resolve(config, weights=resume), resume), read, notes.append)
     config, plan = recipe.config, read(recipe)
+    check_started(config, config.cluster.processes)
     plan = replace(plan, learning=(*notes, *plan.learning))
     rewards = describe_rewards(config.reward)
     model = plan.model.config

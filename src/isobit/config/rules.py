@@ -128,6 +128,33 @@ def check_layout(config: RunConfig) -> None:
     check_sharing(config)
 
 
+def check_started(config: Recipe, processes: int) -> None:
+    """Refuse rollouters, servers and engines that do not go with the number of processes that a run
+    has, which torchrun may have started.
+    """
+    started = "1 process" if processes == 1 else f"{processes} processes"
+    rollouters, rollout = config.cluster.rollouters, config.rollout
+    if rollouters >= processes:
+        raise ConfigError(
+            f"cluster.rollouters is {rollouters}, but the run has {started}, of which at least "
+            "one has to train; start more (--cluster.processes N), or set cluster.rollouters = 0, "
+            "with which all sample and train in turn: the bytes are the same"
+        )
+    if not isinstance(rollout, RunRolloutConfig):
+        return
+    if rollout.engine == "http" and 0 < len(rollout.servers) < processes:
+        raise ConfigError(
+            f"rollout.servers names {len(rollout.servers)}, and the run has {started}, each of "
+            "which samples at servers of its own: start as many servers as processes, or lower "
+            "cluster.processes"
+        )
+    if rollout.engine == "vllm" and processes > 1:
+        raise ConfigError(
+            f"rollout.engine is 'vllm', which samples for a run of one process, and {started} were "
+            "started; start one, or set rollout.engine to 'native' or 'http'"
+        )
+
+
 def check_engine(config: RunConfig) -> None:
     """Refuse another engine where it would be shared, and options of one that is not there."""
     rollout, cluster, engine = config.rollout, config.cluster, config.rollout.engine
@@ -168,7 +195,7 @@ def check_engine(config: RunConfig) -> None:
             "precision.kv_scales is 'per_tensor', whose scales are not sent to servers "
             "(rollout.engine = 'http'); leave kv_scales out, or set rollout.engine = 'native'"
         )
-    if len(set(rollout.servers)) < len(rollout.servers):
+    if len({one.rstrip("/").lower() for one in rollout.servers}) < len(rollout.servers):
         raise ConfigError("rollout.servers names a server twice; name each once")
 
 

@@ -63,6 +63,32 @@ def as_rank(box: BlackBox | None) -> "Iterator[World]":
         os._exit(code)
 
 
+@contextmanager
+def watched() -> "Iterator[World]":
+    """A block with the world of this process for a function of Python.  What is raised in it passes
+    through, and the process lives on; but where another rank has failed alone, is lost or hangs,
+    the watch ends those that wait for it.
+    """
+    from isobit.parallel.processes import Processes, joined
+    from isobit.parallel.watch import Watch
+
+    watch: Watch | None = None
+    try:
+        with joined() as world:
+            if isinstance(world, Processes):
+                watch = Watch(world, None)
+                watch.start()
+            yield world
+            if watch is not None:
+                watch.close()
+    except BaseException:
+        if watch is not None:
+            watch.leave()
+        raise
+    if watch is not None:
+        watch.stop()
+
+
 def _tell(error: BaseException, world: "Processes | None", box: BlackBox | None) -> int:
     """Say it where it is this rank's to say; -> the exit code."""
     match error:

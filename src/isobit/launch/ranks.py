@@ -19,7 +19,8 @@ from isobit.util.errors import Interrupted, IsobitError, MismatchError, PeerErro
 
 class RankError(IsobitError):
     """A rank has failed, and all have ended with it; ``exit_code`` is that rank's.  It ``died``
-    unless it knew of an error that a user can meet: started again, it may live.
+    unless it knew of an error that a user can meet, or a signal had asked all to stop: started
+    again, it may live.
     """
 
     def __init__(self, text: str, exit_code: int, died: bool = False) -> None:
@@ -181,7 +182,8 @@ class Ranks:
             raise Interrupted(self._signal.name, self._signal)
         first = min(failed, key=lambda rank: rank.order)
         code = first.notes.get("code") or first.code
-        raise RankError(self._reason(first, failed), code, died=self._died(first))
+        died = self._died(first) and self._signal is None  # none goes on that was asked to stop
+        raise RankError(self._reason(first, failed), code, died)
 
     def _verdicts(self) -> list[tuple[int | None, str]]:
         """What ranks found of others that are dead or silent: the other's number, and the text."""
@@ -189,12 +191,17 @@ class Ranks:
 
     def _died(self, first: Rank) -> bool:
         """Whether a rank was lost, rather than stopped for a reason that it knew."""
-        knew = (IsobitError.exit_code, MismatchError.exit_code)
-        return bool(self._verdicts()) or not ("error" in first.notes or first.exit_code in knew)
+        codes = (IsobitError.exit_code, MismatchError.exit_code)
+        knew = "error" in first.notes or first.exit_code in codes
+        return first.exit_code == PeerError.exit_code or not knew
 
     def _reason(self, first: Rank, failed: Sequence[Rank]) -> str:
+        """Why the run ended.  Of what others found, that of a rank which ended by itself follows
+        from its end: the board that it kept is gone, say.
+        """
+        follows = first.exit_code == PeerError.exit_code
         for number, text in self._verdicts():
-            if number in (None, first.number):
+            if self._died(first) and (number == first.number or (number is None and follows)):
                 return text
         error = first.notes.get("error") or first.notes.get("lost")
         if error is None:

@@ -130,7 +130,13 @@ class _Site:
     address: str
     host: str
     gpus: tuple[str, ...]
+    """Their numbers there, or, where CUDA_VISIBLE_DEVICES names them so, UUIDs."""
     cores: int
+
+    @property
+    def order(self) -> tuple[str, str, list[tuple[int, str]]]:
+        """Host by host, and by the numbers of its GPUs."""
+        return self.address, self.node, [(len(gpu), gpu) for gpu in self.gpus]
 
 
 class _Place:
@@ -295,10 +301,7 @@ class _Places:
         """All ranks, numbered host by host."""
         ray = _ray()
         sites: list[_Site] = ray.get([actor.site.remote() for actor in self._actors])
-        found = sorted(
-            zip(sites, self._actors, strict=True),
-            key=lambda one: (one[0].address, one[0].node, [int(gpu) for gpu in one[0].gpus]),
-        )
+        found = sorted(zip(sites, self._actors, strict=True), key=lambda one: one[0].order)
         self.ranks = [
             _RemoteRank(number, actor, site) for number, (site, actor) in enumerate(found)
         ]

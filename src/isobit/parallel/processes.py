@@ -14,6 +14,7 @@ from itertools import count, pairwise
 from pathlib import Path
 from shutil import disk_usage
 from tempfile import TemporaryDirectory
+from threading import Timer
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 """torch 2.13 has another name for it."""
 _FOR_EVER = timedelta(days=7)
 """The limit of a collective: the watch finds ranks that are silent for too long."""
+WAITED_S = 30.0
+"""Seconds after which a line says that other processes are waited for."""
 _MEMORY = Path("/dev/shm")  # noqa: S108
 """The folder of files that stay in memory."""
 _worlds = count()  # worlds of a process, each with its own names in the store
@@ -381,6 +384,12 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
+def _others_of_world() -> str:
+    said = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    place = f"{said['MASTER_ADDR']}:{said['MASTER_PORT']}"
+    return f"all {said['WORLD_SIZE']} processes of the run at {place}, here as rank {said['RANK']}"
+
+
 @contextmanager
 def joined() -> Iterator[World]:
     """The world of a launcher (``isobit.parallel.launched``), or this process alone."""
@@ -388,6 +397,9 @@ def joined() -> Iterator[World]:
         yield Alone()
         return
     take_place()
+    waiting = Timer(WAITED_S, say, [f"isobit: waiting for {_others_of_world()}"])
+    waiting.daemon = True
+    waiting.start()
     try:
         store, rank, size = next(iter(rendezvous("env://")))
     except dist.DistError as error:
@@ -397,6 +409,8 @@ def joined() -> Iterator[World]:
             f"MASTER_ADDR ({os.environ['MASTER_ADDR']}) at MASTER_PORT "
             f"({os.environ['MASTER_PORT']})?"
         ) from None
+    finally:
+        waiting.cancel()
     own = PrefixStore(f"start {restarts()} world {next(_worlds)}", store)
     world = Processes(own, rank, size, rank_of_host())
     yield world

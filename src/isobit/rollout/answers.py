@@ -63,6 +63,8 @@ class Described(AnswerModel):
     bits: Any = None
     weights: str | None
     """The digest of those that it holds; None where they came from no run."""
+    server: str | None = None
+    """A name of its own, the same at each of its addresses."""
     pages: Size
     page_tokens: Size
     places: Size

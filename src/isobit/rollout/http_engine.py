@@ -15,7 +15,7 @@ are looked for here, as episodes are.
 
 import json
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -27,7 +27,7 @@ from isobit.config.rollout import RunRolloutConfig
 from isobit.models.function import LogProbFunction, function_of
 from isobit.models.policy import Policy
 from isobit.models.weight_deltas import SentWeights
-from isobit.parallel.world import ALONE, World, run_on_all
+from isobit.parallel.world import ALONE, World, raised_on_all, run_on_all
 from isobit.rollout.answers import DrawnSample, UnavailableError
 from isobit.rollout.remote_samples import RemoteSamples
 from isobit.rollout.requests import EngineLimits, Handle
@@ -84,6 +84,8 @@ class HttpEngine(RemoteSamples):
         bits: the class of this machine's bits, which must be the servers'.
         run: a name of the run that it has again when it is resumed.
         world: of the policy; each rank has an engine, with other servers.
+        watch: called all the time while servers are waited for in the middle of a call; what it
+            raises ends the call.
 
     Raises ConfigError, on all ranks, for a server that computes something else, and where none of
     a rank's answers.
@@ -102,12 +104,16 @@ class HttpEngine(RemoteSamples):
         bits: Mapping[str, str],
         run: str | None = None,
         world: World = ALONE,
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
         self._policy, self._patience_s, self._run = policy, config.servers_timeout_s, run
+        self._watch = watch
         self._board = NewsBoard(self._patience_s, policy.config.num_drawn)
         self._servers = self._reach(config.servers, key, bits)
         self._loads = {server: Load() for server in self._servers}
         notes = run_on_all(world, self._check_servers)
+        names = [(one.name, one.url) for one in self._servers if one.name]
+        _check_apart([name for of_rank in world.all_gather(names) for name in of_rank])
         own = [dict(one.sizes) for one in self._servers if one.sizes]
         sizes = [size for of_rank in world.all_gather(own) for size in of_rank]
         limits = EngineLimits(
@@ -242,6 +248,7 @@ class HttpEngine(RemoteSamples):
                 server.set_weights(weights)
             self._board.changed.notify_all()
         while True:
+            self._watch()
             self._hear()
             with self._board.changed:
                 up = sum(one.is_up for one in self._servers)
@@ -400,6 +407,20 @@ class HttpEngine(RemoteSamples):
         if not self._live:
             self._heard_at = monotonic()
         super()._begin_period()
+
+
+def _check_apart(named: Iterable[tuple[str, str]]) -> None:
+    """Refuse two addresses of one server, by the names that servers have for themselves."""
+    addresses: dict[str, str] = {}
+    for name, url in named:
+        if name in addresses:
+            raise raised_on_all(
+                ConfigError(
+                    f"rollout.servers names one server twice, as {addresses[name]} and {url}; name "
+                    "each once, and start as many as the run has processes"
+                )
+            )
+        addresses[name] = url
 
 
 def _start(sample: Sample) -> tuple[int, int]:

@@ -162,6 +162,8 @@ class Server:
         self.url, self._key, self._expected, self._board = url, key, expected, board
         self.is_up, self.problem = False, "it has not been asked yet"
         self.sizes: Mapping[str, int] = {}
+        self.name: str | None = None
+        """What it calls itself, once it has answered."""
         self.pushed: list[tuple[bool, int, float]] = []
         """Of each update: whether all weights went, bytes and seconds."""
         self.kept: frozenset[int] = frozenset()
@@ -194,6 +196,7 @@ class Server:
                     "device"
                 )
         self.sizes, self._held = description.sizes, description.weights
+        self.name = description.server
 
     def start(self) -> None:
         threading.Thread(target=self._run, name=f"server {self.url}", daemon=True).start()

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse
@@ -142,6 +142,7 @@ class VllmServers(HttpEngine):
         key: the servers' bearer token.
         tokenizer: for text and stop strings; None leaves texts empty.
         model: the folder of the run's tokenizer, for the command that starts a server.
+        watch: as for ``HttpEngine``.
 
     Raises ConfigError for a policy that vLLM does not compute, for a server that computes something
     else, and where none answers.
@@ -156,11 +157,12 @@ class VllmServers(HttpEngine):
         key: str | None,
         tokenizer: "PreTrainedTokenizerBase | None",
         model: Path,
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
         assert config.weights_folder is not None, "check_engine asks for it"
         self._folder, self._model = config.weights_folder.resolve(), model
         self._start = start_command(policy, self._folder, model)
-        super().__init__(policy, config, key, tokenizer, seed=0, bits={})
+        super().__init__(policy, config, key, tokenizer, seed=0, bits={}, watch=watch)
 
     @property
     def function(self) -> LogProbFunction:

@@ -1,6 +1,7 @@
 """The rollout engine that a recipe names (``rollout.engine``)."""
 
 import os
+from collections.abc import Callable
 
 from isobit.config.recipes import Recipe
 from isobit.config.rollout import RolloutConfig, RunRolloutConfig
@@ -24,11 +25,12 @@ def make_engine(
     world: World,
     sharing: World,
     longest: int,
+    watch: Callable[[], None],
 ) -> RolloutEngine:
     """What ``rollout.engine`` names, for a run of ``config`` with sizes of ``rollout`` that asks
     for sequences of at most ``longest`` tokens; every rank of its world has servers of its own, and
-    the ranks ``sharing`` a native engine have one together.  Raises ConfigError where it cannot be
-    had.
+    the ranks ``sharing`` a native engine have one together.  ``watch`` is called while servers are
+    waited for.  Raises ConfigError where it cannot be had.
     """
     seed, output = config.seed, config.output
     if not isinstance(rollout, RunRolloutConfig) or rollout.engine == "native":
@@ -46,19 +48,13 @@ def make_engine(
 
         bits = environment(model.policy.device)["bits"]
         key, run = _server_key(rollout), f"{world.host}:{output.resolve()}"
-        if len(rollout.servers) < world.size:
-            raise ConfigError(
-                f"rollout.servers names {len(rollout.servers)}, and the run has {world.size} "
-                "processes, each of which samples at servers of its own: start as many servers "
-                "as processes, or lower cluster.processes"
-            )
         own = rollout.model_copy(update={"servers": rollout.servers[world.rank :: world.size]})
-        return HttpEngine(model.policy, own, key, model.tokenizer, seed, bits, run, world)
+        return HttpEngine(model.policy, own, key, model.tokenizer, seed, bits, run, world, watch)
     if rollout.servers:
         from isobit.rollout.vllm_server import VllmServers
 
         key = _server_key(rollout)
-        return VllmServers(model.policy, rollout, key, model.tokenizer, model.folder)
+        return VllmServers(model.policy, rollout, key, model.tokenizer, model.folder, watch)
     from isobit.rollout.vllm_engine import VllmEngine
 
     pages = choose_cache_size(model.policy, rollout).pages

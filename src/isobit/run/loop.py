@@ -44,6 +44,7 @@ from itertools import compress
 from typing import Any, TypeAlias
 
 from isobit.config.recipes import RunConfig
+from isobit.config.rules import check_started
 from isobit.observe.console import Console, silent
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Completion, Group
@@ -56,7 +57,7 @@ from isobit.run.open_run import OpenRun, begin_run, start_run
 from isobit.run.pending import GradedBatch
 from isobit.run.resolved import as_begun, resolve, settled, with_check_of_run
 from isobit.run.rl_run import RlRun, extra_bytes, prepare_rl, read_rl
-from isobit.run.rollouters import Rollouters, ask_for, check_parts, receive_for
+from isobit.run.rollouters import Rollouters, ask_for, receive_for
 from isobit.run.run import Surroundings
 from isobit.store.state import StepDigests, state_digest
 from isobit.training.comparison import Comparison
@@ -352,8 +353,8 @@ def open_run(
     allowed: Sequence[str] = (),
 ) -> Iterator[OpenRlRun]:
     """A block with all steps of a run, which begins in ``config.output`` or is resumed there."""
-    if config.cluster.rollouters and rollouters is None:
-        check_parts(config, ALONE)
+    if rollouters is None:
+        check_started(config, 1 if config.cluster.rollouters else world.size)
     console = console or (Console() if world.rank == 0 else silent())
     config = with_check_of_run(config, resume, world, console.line)
     recipe = settled(as_begun(resolve(config), resume, world), read_rl, console.line)

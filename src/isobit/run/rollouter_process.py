@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from isobit.config.recipes import RunConfig
+from isobit.config.rules import check_started
 from isobit.parallel.world import ALONE, World, run_on_all
 from isobit.records.wire import completions_value, groups_value
 from isobit.run.agreement import check_recipes
@@ -18,7 +19,7 @@ from isobit.run.open_run import environments_of, open_graders
 from isobit.run.pending import batch_value, compared, compared_sequences
 from isobit.run.resolved import ResolvedRecipe, as_begun, resolve, settled
 from isobit.run.rl_run import RlRun, prepare_rl, read_rl
-from isobit.run.rollouters import Asked, Rollouters, check_parts
+from isobit.run.rollouters import Asked, Rollouters
 from isobit.run.run import Surroundings
 from isobit.store.reward_record import SentAnswers, SentRecord
 from isobit.store.schedule_record import SentSchedule
@@ -31,10 +32,10 @@ def train_by_ranks(
     (``cluster.rollouters``).  Raises as it does, and ConfigError for a world that is too small.
     """
     check_recipes(world, config)  # whatever follows differs with them, also which ranks meet
+    check_started(config, world.size)
     if not config.cluster.rollouters:
         train(config, resume=resume, world=world, allowed=allowed)
         return
-    check_parts(config, world)
     recipe = as_begun(resolve(config), resume, world)
     rollouters = Rollouters(world, config.cluster.rollouters)
     if rollouters.is_rollouter:

@@ -46,7 +46,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from isobit.config.recipes import RunConfig
 from isobit.models.policy import Policy
 from isobit.observe.evaluation import EvalResult
 from isobit.parallel.world import World, broadcast_from, is_raised_on_all, run_and_gather
@@ -60,7 +59,7 @@ from isobit.store.reward_record import AnswerRecord
 from isobit.store.schedule_record import ScheduleRecord
 from isobit.store.training_run import TrainingRun
 from isobit.store.waiting_writer import WaitingWriter
-from isobit.util.errors import ConfigError, Interrupted
+from isobit.util.errors import Interrupted
 
 Asked = Literal["batch", "chosen", "open", "evaluation", "few"]
 """What trainers ask for: the next batch, compared; freely the batch of a step, and what is drawn
@@ -240,18 +239,6 @@ def evaluation_of(value: Mapping[str, Any], evaluator: Evaluator) -> Evaluation[
         groups = groups_of(value["groups"][name], prompts.__getitem__)
         figures[name] = EvalResult.from_json(value["figures"][name]), groups
     return figures
-
-
-def check_parts(config: RunConfig, world: World) -> None:
-    """Refuse a layout that this world cannot have.  Raises ConfigError."""
-    rollouters = config.cluster.rollouters
-    if rollouters >= world.size:
-        processes = "1 process" if world.size == 1 else f"{world.size} processes"
-        raise ConfigError(
-            f"cluster.rollouters is {rollouters}, but the run has {processes}, of which at least "
-            "one has to train; start more (--cluster.processes N), or set cluster.rollouters = 0, "
-            "with which all sample and train in turn: the bytes are the same"
-        )
 
 
 def _raise(error: BaseException) -> None:

@@ -116,7 +116,10 @@ class Run(ABC, Generic[Config, Data]):
         )
         self._engine: RolloutEngine | None = None
         if plan.generates:
-            self._engine = make_engine(self.model, rollout, config, world, sharing, plan.drawn)
+            check = self.interruption.check
+            self._engine = make_engine(
+                self.model, rollout, config, world, sharing, plan.drawn, check
+            )
         policy, folder = self.model.policy, self.model.folder
         self.teacher = load_teacher(config, policy, folder) if learns else None
         self.trainer = Trainer(

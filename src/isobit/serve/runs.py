@@ -18,6 +18,7 @@ and what was kept of them, so that no answer mixes two versions.
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -65,6 +66,8 @@ class Runs:
     """The policy's version that was published from them."""
     _staged: dict[str, torch.Tensor] | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _name: str = field(default_factory=lambda: token_hex(8))
+    """A name that no other server has, whatever its address."""
 
     def open(self, gate: Gate, metrics: Metrics) -> None:
         """Let runs in by the server's gate."""
@@ -100,6 +103,7 @@ class Runs:
             "flow": [list(site.forward_formats) for site in graph.sites],
             "bits": environment(self.policy.device)["bits"],
             "weights": self.weights,
+            "server": self._name,
             "pages": limits.num_pages,
             "page_tokens": limits.page_tokens,
             "places": self._gate.places,
