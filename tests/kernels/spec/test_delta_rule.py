@@ -355,10 +355,15 @@ def test_memory_is_what_plans_say(lengths: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("rows_before", [0, 1, 5])
-def test_gates_and_norm(rows_before: int) -> None:
-    """As near to FP64 as torch's own, and a row's bits do not depend on its place."""
+@pytest.mark.parametrize("far", [0.0, 100.0])
+def test_gates_and_norm(far: float, rows_before: int) -> None:
+    """As near to FP64 as torch's own, also where exp(-x) of some gates is beyond FP32, and a row's
+    bits do not depend on its place.
+    """
     torch.manual_seed(0)
     x, gate, dy = (torch.randn(40, 24) * 3 for _ in range(3))
+    gate[::7] -= far
+    gate[3::7] += far
     weight = torch.randn(8)
 
     def norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -672,7 +672,7 @@ def gated_norm_backward(
     """
 
     def function(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return _gated_norm(x, gate, weight, epsilon)
+        return _gated_norm(x, gate.clamp(min=-_LARGEST), weight, epsilon)
 
     dx, d_gate, d_weight = gradients_of(function, (x, gate, weight), (dy.float(),))
     if grad is not None:
