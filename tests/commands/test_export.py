@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from isobit.cli.main import main
 from isobit.commands.export import export, find_source
+from isobit.config.model_shape import Family
 from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig
 from isobit.data.tokenizer import load_tokenizer
@@ -33,6 +34,7 @@ from isobit.starter import starter_folder
 from isobit.util import disk_space
 from isobit.util import files as storage
 from isobit.util.errors import CheckpointError, ConfigError, ModelError, StorageError
+from tests.models.policies import delta_nets, disturbed
 from tests.tiny import TINY
 
 MakeConfig = Callable[..., RunConfig]
@@ -200,6 +202,26 @@ def test_a_folder_in_int8_has_no_channel_of_a_norm_that_stands_out(
             (part,) = master.parts
             assert torch.equal(found[part], plain[name])
     assert float(found["model.layers.0.input_layernorm.weight"].max()) < 10
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "gemma3_text", "qwen2", "granite"])
+def test_what_is_not_in_int8_is_as_it_was(family: Family, tmp_path: Path, lines: Lines) -> None:
+    """Of every shape that a family's tensors have, those of a delta net among them."""
+    config = replace(TINY, family=family, num_layers=2, **delta_nets(family, 2))
+    save_policy(
+        disturbed(random_policy(config, PrecisionConfig(preset="fp32"), seed=0)),
+        tmp_path / "folder",
+        tokenizer_from=starter_folder(),
+    )
+    biased = ("qkv_proj",) if family == "qwen2" else ()  # refused in INT8
+    source = find_source(tmp_path / "folder", None, lines.append)
+    exported = export(
+        source, tmp_path / "int8", "int8", PrecisionConfig(preset="int8", modules_bf16=biased)
+    )
+    before, found = read_folder(tmp_path / "folder"), read_folder(exported.folder)
+    others = [name for name in before if found[name].dtype == torch.bfloat16]
+    assert exported.quantised == len(before) - len(others) > 0
+    assert [name for name in others if not torch.equal(found[name], before[name])] == []
 
 
 def test_a_checkpoint_of_another_model_and_a_damaged_one(

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,11 +19,12 @@ from isobit.commands.replay import replay
 from isobit.config.recipes import RunConfig
 from isobit.models.safetensors import TensorFile
 from isobit.parallel.world import ALONE, World
+from isobit.rollout.contexts import ContextTable
 from isobit.run.loop import train
 from isobit.store.checkpoint import CHUNK_BYTES, _json_sha256
 from isobit.store.directory import RunDirectory
 from isobit.util.errors import ConfigError
-from tests.tiny import with_sections
+from tests.tiny import json_lines, small_run, with_sections
 from tests.worlds import in_world
 
 REWARD = "def reward(prompt, completion):\n    return float(completion.token_ids[0] % 3)\n"
@@ -426,6 +428,30 @@ def test_other_data_another_reward_and_other_settings_are_refused(
     with pytest.raises(ConfigError, match=r"cannot be replayed(.|\n)*training\.learning_rate"):
         replay(run, overrides=["--training.learning_rate", "1.0"])
     assert found(replay(run, 1, allowed=["bits"], overrides=["--rollout.max_sequences", "3"])) == []
+
+
+def test_guesses_change_nothing_that_is_compared(
+    folder: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong ones, which have the largest Q, K and V that one scale a tensor sees."""
+    config = small_run(
+        tiny_folder,
+        tmp_path / "run",
+        f"{folder / 'reward.py'}:reward",
+        precision={"preset": "fp8", "kv_scales": "per_tensor"},
+        rollout={"max_new_tokens": 12},
+        training={"steps": 1, "prompts_per_step": 1},
+    )
+    train(config)
+    chance = Random(0)
+    monkeypatch.setattr(ContextTable, "guesses", lambda *_: chance.choices(range(60), k=8))
+    again = tmp_path / "again"
+    assert found(replay(config.output, output=again, overrides=["--rollout.speculation=8"])) == []
+    largest = [
+        [line.get("kv_scales/largest_ratio", 0.0) for line in json_lines(root / "metrics.jsonl")]
+        for root in (config.output, again)
+    ]
+    assert max(largest[0]) < max(largest[1])
 
 
 def test_what_cannot_be_replayed_is_refused_by_name(run: Path, tmp_path: Path) -> None:

@@ -42,8 +42,10 @@ from isobit.store.lock import is_held
 from isobit.util.errors import ConfigError, IsobitError
 from isobit.util.plain_files import read_plain
 
-OF_THE_MACHINE = ("time/", "tokens_per_s/", "memory/", "rollout/", "waiting/")
-"""How metrics begin that say how fast, with how much memory and in which batches was computed."""
+OF_THE_MACHINE = ("time/", "tokens_per_s/", "memory/", "rollout/", "waiting/", "kv_scales/")
+"""How metrics begin that say how fast, with how much memory and in which batches was computed; the
+largest Q, K and V may be those of guesses that were rejected.
+"""
 _IGNORED = (*OF_THE_MACHINE, "first_error")
 """Beginnings of the keys of lines that are not compared: also the text of a grader's first error,
 which may hold an address or a time.

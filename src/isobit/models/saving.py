@@ -267,7 +267,7 @@ def _folded(config: ModelConfig, flow: PrecisionFlow, tensors: Tensors) -> dict[
         for name, master in described.items():
             if len(master.shape) == 2:
                 yield name, torch.ones(1, master.shape[1], dtype=torch.float32)
-            elif len(master.parts) == 1:
+            elif len(master.shape) == 1 and len(master.parts) == 1:
                 yield name, tensors.tensor(next(iter(master.parts))).float()
 
     factors: dict[str, torch.Tensor] = {}  # of columns, and the weights of norms

@@ -265,8 +265,11 @@ def test_two_samples_of_a_prompt_go_on_alone(begun: int) -> None:
 
 @pytest.mark.parametrize(("seed", "far"), [(0, 0.0), (1, 0.0), (1, 100.0)])
 def test_gradients_are_as_near_to_fp64_as_theirs(seed: int, far: float) -> None:
-    """Also where exp(-x) of a few inputs is beyond FP32."""
+    """Also where exp(-x) of a few inputs is beyond FP32, and where a step is exactly 0, as of some
+    in BF16.
+    """
     learnt, given = weights(seed), inputs(sum(LENGTHS))
+    given.a[::5] = -learnt.dt_bias
     for one in (given.x, given.b) if far else ():
         one[::7] -= far
         one[3::7] += far
@@ -352,10 +355,15 @@ def test_memory_is_what_plans_say(lengths: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("rows_before", [0, 1, 5])
-def test_gates_and_norm(rows_before: int) -> None:
-    """As near to FP64 as torch's own, and a row's bits do not depend on its place."""
+@pytest.mark.parametrize("far", [0.0, 100.0])
+def test_gates_and_norm(far: float, rows_before: int) -> None:
+    """As near to FP64 as torch's own, also where exp(-x) of some gates is beyond FP32, and a row's
+    bits do not depend on its place.
+    """
     torch.manual_seed(0)
     x, gate, dy = (torch.randn(40, 24) * 3 for _ in range(3))
+    gate[::7] -= far
+    gate[3::7] += far
     weight = torch.randn(8)
 
     def norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

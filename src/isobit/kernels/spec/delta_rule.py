@@ -111,7 +111,9 @@ def _rows_of_mixed(
     repeat = shape.value_heads // shape.key_heads
     rate = torch.exp(weights.a_log.float())
     step = a.float() + weights.dt_bias.float()
-    softplus = step.clamp(min=0) + torch.log(1 + torch.exp(-step.abs()))
+    # at 0 maximum has half a gradient, as softplus has; clamp has a whole one
+    positive = torch.maximum(step, step.new_zeros(()))
+    softplus = positive + torch.log(1 + torch.exp(-step.abs()))
     return Rows(
         (q / shape.key_dim**0.5).repeat_interleave(repeat, 1),
         k.repeat_interleave(repeat, 1),
@@ -670,7 +672,7 @@ def gated_norm_backward(
     """
 
     def function(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return _gated_norm(x, gate, weight, epsilon)
+        return _gated_norm(x, gate.clamp(min=-_LARGEST), weight, epsilon)
 
     dx, d_gate, d_weight = gradients_of(function, (x, gate, weight), (dy.float(),))
     if grad is not None:
