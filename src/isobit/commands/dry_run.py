@@ -171,8 +171,7 @@ def plan_training(
     limits = EngineLimits(
         model.max_positions, model.vocab_size, pages, back_end.sizes.page_tokens, True
     )
-    check = partial(check_limits, limits=limits)
-    check_requests(plan.requests, check, model.max_positions)
+    check_requests(plan.requests, partial(check_limits, limits=limits), model.max_positions)
     disk = plan_disk(
         config,
         model,

@@ -116,20 +116,16 @@ class Run(ABC, Generic[Config, Data]):
         )
         self._engine: RolloutEngine | None = None
         if plan.generates:
-            check = self.interruption.check
             self._engine = make_engine(
-                self.model, rollout, config, world, sharing, plan.drawn, check
+                self.model, rollout, config, world, sharing, plan.drawn, self.interruption.check
             )
         policy, folder = self.model.policy, self.model.folder
         self.teacher = load_teacher(config, policy, folder) if learns else None
+        divergence = None if self.teacher is None else self.teacher.divergence
         self.trainer = Trainer(
-            policy,
-            plan.training,
-            plan.updates,
-            config.seed,
-            head_rate=plan.head_rate,
-            teacher=None if self.teacher is None else self.teacher.divergence,
-        )
+            policy, plan.training, plan.updates, config.seed,
+            head_rate=plan.head_rate, teacher=divergence,
+        )  # fmt: skip
         self.turns: MemorySharing = MemorySharing()
         if device_plan is not None:
             self.turns = DeviceSharing(device_plan, self._engine, self.trainer)
@@ -140,8 +136,7 @@ class Run(ABC, Generic[Config, Data]):
         self.evaluator: Evaluator | None = None
         if self._engine is not None:
             check_requests(plan.requests, self._engine.check, self.model.context)
-            generate = self.generation(plan)
-            self.evaluator = Evaluator(self._engine, plan.evaluation, world, generate)
+            self.evaluator = Evaluator(self._engine, plan.evaluation, world, self.generation(plan))
         per_step = config.training.prompts_per_step
         self.sampler = PromptSampler(plan.data.prompts, per_step, config.seed, config.data.shuffle)
         self.inputs: Mapping[str, str] = plan.inputs
