@@ -29,6 +29,7 @@ from isobit.records.sequence import TokenSequence
 from isobit.training.advantage_estimator import score_sequences
 from isobit.training.rounds import Rounds
 from isobit.training.trainer import Trainer
+from tests.models.policies import delta_nets
 from tests.training.conftest import INT8_BEFORE
 from tests.worlds import in_world
 
@@ -53,6 +54,9 @@ MODELS = {
     "sinks and biases": ModelConfig(
         family="gpt_oss", tied_embeddings=False, experts=Experts(4, 2, 64, True), **SHAPE
     ),
+    "hybrid": ModelConfig(
+        family="qwen3_5_text", tied_embeddings=True, **SHAPE, **delta_nets("qwen3_5_text", 2)
+    ),
     "adapters": ModelConfig(
         family="qwen2", tied_embeddings=False, lora=Lora(48, 96.0, LORA_TARGETS), **SHAPE
     ),
@@ -73,6 +77,8 @@ CASES = [
     {"model": "mixture", "preset": INT8_BEFORE, "moments": "fp32"},
     {"model": "sinks and biases", "preset": "fp8", "moments": "fp8"},
     {"model": "sinks and biases", "preset": "int8", "moments": "bf16", "samples": 3},
+    {"model": "hybrid", "preset": "bf16", "moments": "fp8"},
+    {"model": "hybrid", "preset": "int8", "moments": "fp32"},
 ]
 STEPS = 3
 
