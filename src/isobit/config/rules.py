@@ -148,11 +148,8 @@ def check_started(config: Recipe, processes: int) -> None:
             "which samples at servers of its own: start as many servers as processes, or lower "
             "cluster.processes"
         )
-    if rollout.engine == "vllm" and processes > 1:
-        raise ConfigError(
-            f"rollout.engine is 'vllm', which samples for a run of one process, and {started} were "
-            "started; start one, or set rollout.engine to 'native' or 'http'"
-        )
+    if processes > 1:
+        _check_shared(rollout.engine, f"{started} were started")
 
 
 def check_engine(config: RunConfig) -> None:
@@ -206,10 +203,16 @@ def _check_processes(engine: str, cluster: ClusterConfig) -> None:
             f"rollout.engine is {engine!r}, and cluster.rollouters {cluster.rollouters}, which "
             "sample instead of it; leave one of them out"
         )
-    if engine == "vllm" and cluster.is_launched:
+    if cluster.is_launched:
+        _check_shared(engine, "cluster asks for several")
+
+
+def _check_shared(engine: str, why: str) -> None:
+    """Refuse an engine that several processes cannot have."""
+    if engine == "vllm":
         raise ConfigError(
-            "rollout.engine is 'vllm', which samples for a run of one process, and cluster asks "
-            "for several; leave these out, or set rollout.engine to 'native' or 'http'"
+            f"rollout.engine is 'vllm', which samples for a run of one process, and {why}; start "
+            "one, or set rollout.engine to 'native' or 'http'"
         )
 
 

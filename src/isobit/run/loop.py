@@ -353,7 +353,7 @@ def open_run(
     allowed: Sequence[str] = (),
 ) -> Iterator[OpenRlRun]:
     """A block with all steps of a run, which begins in ``config.output`` or is resumed there."""
-    if rollouters is None:
+    if rollouters is None and (config.cluster.rollouters or world.size > 1):
         check_started(config, 1 if config.cluster.rollouters else world.size)
     console = console or (Console() if world.rank == 0 else silent())
     config = with_check_of_run(config, resume, world, console.line)
