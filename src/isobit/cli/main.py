@@ -14,7 +14,6 @@ import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from textwrap import fill
 from typing import NoReturn
@@ -133,9 +132,10 @@ def _obey(words: Sequence[str]) -> int:
 def _no_command(word: str) -> str:
     if word in _ELSEWHERE:
         return f"no command {word!r}: {_ELSEWHERE[word]}; isobit --help has the commands"
-    near = get_close_matches(word, COMMANDS, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return f"no command {word[:40]!r}; the commands are {', '.join(COMMANDS)}{hint}"
+    from isobit.config.refusals import did_you_mean
+
+    commands = f"{', '.join(COMMANDS)}{did_you_mean(word, COMMANDS)}"
+    return f"no command {word[:40]!r}; the commands are {commands}"
 
 
 def _unread(error: OSError) -> int:
