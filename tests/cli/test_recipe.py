@@ -1,5 +1,6 @@
 """The recipes that come with the package reach someone who has nothing else, and run there."""
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -124,6 +125,9 @@ def test_files_that_files_name_come_too_and_nothing_is_replaced(
     Path("file").write_text("")
     assert "cannot be written: " in error_of(capsys, "recipe", "tens", "--out", "file/below")
     assert "without quotes" in error_of(capsys, "recipe", "tens", "--out", 'a"b')
+    os.mkfifo("a/tens.toml")  # which nobody ever writes to
+    said = error_of(capsys, "recipe", "tens", "--out", "a")
+    assert "a/tens.toml cannot be written: is a named pipe, not a file" in said
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from isobit.cli.options import Command, option, path_value
 from isobit.util.errors import ConfigError
+from isobit.util.plain_files import read_plain
 from isobit.util.terminal import say
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _write(recipe: "ShippedRecipe", folder: Path) -> None:
     contents = {
         name: read_shipped(name).at(folder).encode()
         if name.endswith(".toml")
-        else (recipe.folder / name).read_bytes()
+        else read_plain(recipe.folder / name)
         for name in [recipe.file, *recipe.files]
     }
     try:
@@ -88,7 +89,7 @@ def _write(recipe: "ShippedRecipe", folder: Path) -> None:
         changed = [
             str(folder / name)
             for name, content in contents.items()
-            if (folder / name).exists() and (folder / name).read_bytes() != content
+            if (folder / name).exists() and read_plain(folder / name) != content
         ]
         if changed:
             raise ConfigError(
@@ -98,6 +99,6 @@ def _write(recipe: "ShippedRecipe", folder: Path) -> None:
         for name, content in contents.items():
             (folder / name).write_bytes(content)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from None
     print("\n".join(str(folder / name) for name in contents))
     say(f"run it: {' && '.join(recipe.commands(folder))}")
