@@ -16,7 +16,7 @@ import torch
 from isobit.config.recipes import RunConfig
 from isobit.models.published import PublishedWeights
 from isobit.models.safetensors import FilePlan, Slice
-from isobit.parallel.world import World, is_raised_on_all
+from isobit.parallel.world import World, is_raised_on_all, raised_on_all
 from isobit.precision.quant_tensor import QuantTensor
 from isobit.rollout.native import NativeEngine
 from isobit.run.loop import train
@@ -150,7 +150,7 @@ def short_of_memory(patch: pytest.MonkeyPatch) -> None:
 
     def failing(trainer: Trainer, *rest: Any, **options: Any) -> Any:
         if next(calls) == 1:
-            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+            raise raised_on_all(torch.OutOfMemoryError("Tried to allocate 2.00 GiB"))
         return update(trainer, *rest, **options)
 
     patch.setattr(Trainer, "update", failing)

@@ -1,5 +1,6 @@
 """Pages of the KV cache: as configured, or what there is room for."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from isobit.memory.cache_size import (
     cache_size_for,
     cache_size_within,
     choose_cache_size,
+    forward_bytes,
     reserve_of,
     with_carries,
 )
@@ -127,3 +129,23 @@ def test_a_hybrid_without_room_for_a_page_beside_what_a_sequence_carries_is_told
     told = r"0.2 holds no page .*, and the two states of a sequence 0.2"
     with pytest.raises(ConfigError, match=told):
         cache_size_for(HYBRID, flow, config, spec_sizes)
+
+
+@pytest.mark.parametrize("part", [256, 1024, gpu_sizes.PART_TOKENS])
+def test_the_parts_of_keys_that_decoding_joins_are_planned(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a vector in FP32 with two numbers for every head of at most 64 sequences."""
+    monkeypatch.setattr(gpu_sizes, "PART_TOKENS", part)
+    flow = build_flow(PrecisionConfig(preset="bf16"), decoder_shape(TINY))
+    for longest in (part, part + 1, 131072):
+        for sequences in (3, 64, 65, 1000):
+            config = RolloutConfig(max_sequences=sequences)
+            planned, others = (
+                forward_bytes(replace(TINY, max_positions=tokens), flow, config, gpu_sizes)
+                for tokens in (longest, part)
+            )
+            keys = 4 * TINY.num_kv_heads * TINY.head_dim * (longest - part)
+            parts = -(-longest // part) if longest > part else 0
+            vectors = min(sequences, 64) * parts * TINY.num_heads
+            assert planned - others - keys == 4 * vectors * (TINY.head_dim + 2)

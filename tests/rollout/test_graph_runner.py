@@ -135,6 +135,42 @@ def test_steps_are_captured_once_for_a_size_and_replayed(monkeypatch: pytest.Mon
     assert generate(engine, wanted) == direct and len(captures) == len(runner._steps)
 
 
+@pytest.mark.parametrize("guessed", [False, True])
+def test_captured_steps_of_all_sizes_leave_their_logits_in_one_place(
+    guessed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a captured step returns keeps its memory for as long as the step."""
+    kept: list[torch.Tensor] = []
+    capture = SpecBackend.capture
+
+    def keeping(self: SpecBackend, step: Any, beside: Captured | None = None) -> Captured:
+        kept.append(step()[0])
+        return capture(self, step, beside)
+
+    monkeypatch.setattr(SpecBackend, "capture", keeping)
+    sampling = {"top_p": 0.9, "min_p": 0.05}
+    policy, wanted = policy_of("fp8"), requests(**sampling)
+    expected = drawn_waiting(tuple(sampling.items()))
+    engine, (runner,) = make_engine(policy)
+    if guessed:
+        guess(engine, Knowing(known_of(wanted, expected), 0.8, policy.config.vocab_size, 5))
+    assert generate(engine, wanted) == expected
+    kinds = {(key.filtered, key.verifies) for key in runner._steps if key.filtered}
+    logits = {made.untyped_storage().data_ptr() for made in kept if made.ndim == 2}
+    assert len(runner._steps) > 4 and len(logits) == len(kinds) == 1 + guessed
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65])
+def test_no_step_is_captured_for_longer_sequences_than_the_model_has(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A back end's steps serve four times as many parts of keys, or any length."""
+    monkeypatch.setattr(SpecBackend, "reach", lambda self, length, rows: 1 << 30)
+    policy = policy_of("fp8")
+    _, (runner,) = make_engine(policy)
+    assert runner._reach(3, rows) == policy.config.max_positions
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("sizes", [{}, TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: ",".join(s) or "plain")

@@ -266,26 +266,35 @@ class Spoilt:
 
 
 def starved_update(trainer: Trainer, world: World, at_call: int) -> list[Any]:
-    """An update in which the last rank runs out of memory in one of its layers' backwards: its
-    figures, and the budgets that it led to.
+    """An update in which the last rank runs out of memory in one of its layers' backwards, and can
+    make no gradient until the attempt is over: its figures, and the budgets that it led to.
     """
-    original, calls = PackedPass._layer_backward, [0]
+    original, zeros_like, calls = PackedPass._layer_backward, torch.zeros_like, [0]
+    is_full = [False]
+
+    def check() -> None:
+        if is_full[0]:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB. GPU 0 has ..")
 
     def once(self: PackedPass, layer: Layer, d: torch.Tensor) -> torch.Tensor:
         calls[0] += 1
-        if calls[0] == at_call and world.rank == world.size - 1:
-            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB. GPU 0 has ..")
+        is_full[0] |= calls[0] == at_call and world.rank == world.size - 1
+        check()
         return original(self, layer, d)
 
+    def zeros(x: torch.Tensor, **options: Any) -> torch.Tensor:
+        check()
+        return zeros_like(x, **options)
+
     def attempt(tokens: int) -> Any:
-        algorithm = build_algorithm(GrpoConfig())
+        algorithm, is_full[0] = build_algorithm(GrpoConfig()), False
         return trainer.update(pack(sequences(9, 0), tokens), algorithm).metrics
 
-    PackedPass._layer_backward = once
+    PackedPass._layer_backward, torch.zeros_like = once, zeros
     try:
         figures = within_memory(trainer, [one.length for one in sequences(9, 0)], attempt)
     finally:
-        PackedPass._layer_backward = original
+        PackedPass._layer_backward, torch.zeros_like = original, zeros_like
     return [figures, [change.new for change in trainer.budget.changes]]
 
 
@@ -307,6 +316,37 @@ def test_what_one_rank_cannot_do_none_does():
     assert expected[2] == "the loss is nan"
     for found in in_world(2, "tests.training.test_ranks:fail"):
         assert found == expected
+
+
+def starve_at_once(world: World, at_call: int) -> list[Any]:
+    torch.set_num_threads(1)
+    return starved_update(make_trainer(CASES[0], world), world, at_call)
+
+
+@pytest.mark.parametrize("at_call", [1, 2])
+def test_no_rank_waits_for_one_without_memory_for_its_first_gradients(at_call: int):
+    expected = starve_at_once(ALONE, at_call)
+    assert expected[1], "the budget was lowered"
+    target = "tests.training.test_ranks:starve_at_once"
+    assert in_world(2, target, at_call, timeout=60) == [expected] * 2
+
+
+def starve_alone(world: World, _: Any) -> list[Any]:
+    trainer, calls = make_trainer(CASES[0], world), list[int]()
+
+    def attempt(tokens: int) -> None:
+        calls.append(tokens)
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB. GPU 0 has ..")
+
+    if world.rank == 1:
+        with pytest.raises(torch.OutOfMemoryError):
+            within_memory(trainer, [9, 9], attempt)
+    return calls
+
+
+def test_a_rank_does_not_try_again_alone():
+    """Others know nothing of it: a smaller attempt would wait for them, and they for the first."""
+    assert in_world(2, "tests.training.test_ranks:starve_alone") == [[], [64]]
 
 
 def score(world: World, _: Any) -> list[Any]:

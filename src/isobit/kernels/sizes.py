@@ -127,6 +127,12 @@ class Sizes(Protocol):
         """Bytes that attention's backward takes for a token beside dQ, dK, dV and dO."""
         ...
 
+    def joined_parts(self, shape: AttentionShape, sequences: int, longest: int) -> int:
+        """Bytes that attention of one new token a sequence, of at most ``longest`` tokens each,
+        takes beside its operands and its output.
+        """
+        ...
+
     def product_sums(self, site: Site, tokens: int) -> int:
         """Bytes that FProp of a linear takes at most beside its operands and its output."""
         ...

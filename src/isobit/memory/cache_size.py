@@ -31,7 +31,7 @@ import torch
 
 from isobit.config.rollout import RolloutConfig
 from isobit.kernels.backend import DeviceMemory
-from isobit.kernels.sizes import Sizes
+from isobit.kernels.sizes import AttentionShape, Sizes
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.function import SampledPolicy
@@ -473,8 +473,8 @@ def forward_bytes(
 
     Per token: the residual stream twice, a norm and an output of a linear in BF16, what the MLP
     makes, Q, K and V before and after, or what a delta net makes, and what is noted of its experts.
-    In total: what experts or a delta rule take, the concatenated keys of a prompt chunk, and logits
-    with what sampling keeps of them.
+    In total: what experts or a delta rule take, the concatenated keys of a prompt chunk, parts of
+    keys that decoding joins, and logits with what sampling keeps of them.
 
     Captured steps share one memory, as large as the largest takes; those that verify guesses add
     their rows. Guesses need no page that the plan does not have: none stands behind the length that
@@ -489,6 +489,8 @@ def forward_bytes(
     token = 8 * shape.hidden_size + attended + made + sum(half.noted for half in halves)
     tokens = batched_tokens(config, sizes)
     keys = 4 * shape.num_kv_heads * shape.head_dim * (tokens + shape.max_positions)
+    heads = AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    keys += sizes.joined_parts(heads, config.max_sequences, shape.max_positions)
     verified = SPECULATED_ROWS if config.speculation else 0
     logits = 3 * 4 * shape.num_drawn * (config.max_sequences + verified)
     return token * (tokens + verified) + once + keys + logits

@@ -7,8 +7,9 @@
 
 Up to the optimiser's first change of a weight nothing of an attempt remains, so the result is that
 of the smaller budget from the start. Of several processes all do the same: what one of them has no
-memory for, none has (``isobit.parallel.world``). A measurement without gradients does not depend on
-the cut: it lowers the budget for itself alone.
+memory for, none has (``isobit.parallel.world``). Where one runs out of it in the middle of what it
+does with others, it ends, as with any error of its own. A measurement without gradients does not
+depend on the cut: it lowers the budget for itself alone.
 """
 
 import gc
@@ -20,7 +21,7 @@ from typing import TypeVar
 import torch
 
 from isobit.config.training import OptimisationConfig
-from isobit.parallel.world import raised_on_all
+from isobit.parallel.world import is_raised_on_all, raised_on_all
 from isobit.records.packing import first_fit_decreasing
 from isobit.training.budget import Cut, halved
 from isobit.training.optimiser import advise_smaller_moments
@@ -110,6 +111,8 @@ def _try(trainer: Trainer, attempt: Callable[[int], Result], tokens: int) -> Res
     try:
         return attempt(tokens)
     except torch.OutOfMemoryError as error:
+        if trainer.policy.world.size > 1 and not is_raised_on_all(error):
+            raise
         failure = _Failure(str(error), None if memory is None else memory.free())
     gc.collect()
     if memory is not None:

@@ -213,6 +213,8 @@ class ExchangedSum:
         self._open.clear()
         for group in range(len(self._groups)):
             self._buffer(group)
+        for name in self._own:
+            self._sums(name)
 
     def done(self, group: int) -> None:
         """Send a finished group, and add what has arrived of the one before."""

@@ -30,7 +30,6 @@ from safetensors.torch import load, save
 from isobit.parallel.exchanges import Exchanges, NoExchanges
 from isobit.util.errors import (
     Interrupted,
-    IsobitError,
     NoSpaceError,
     PeerError,
     StoppedAtOnce,
@@ -238,7 +237,7 @@ def is_raised_on_all(error: BaseException) -> bool:
     return getattr(error, _AGREED, False)
 
 
-def raised_on_all(error: IsobitError) -> IsobitError:
+def raised_on_all(error: E) -> E:
     """Mark an error that every rank raises by itself, from what all know."""
     setattr(error, _AGREED, True)
     return error

@@ -291,6 +291,8 @@ class GraphRunner:
         if carries:
             self._carries = torch.zeros((2, widest), dtype=torch.int32, device=policy.device)
         self._steps: dict[_StepKey, Captured] = {}
+        self._logits_left: dict[bool, Tensor] = {}
+        """Of steps whose draw is left to the host, without and with guesses."""
         self._seconds: dict[tuple[int, int], tuple[float, float]] = {}
         self._drawn: list[DrawnFor] = []
 
@@ -311,7 +313,7 @@ class GraphRunner:
             samples, columns = _with_guesses(samples, columns[0])
         n, sizes = len(samples), self._verified_sizes if verifies else self._sizes
         size, filtered = next(size for size in sizes if size >= n), truncates(samples)
-        reach, adapter = self._backend.reach(longest, size), samples[0].adapter
+        reach, adapter = self._reach(longest, size), samples[0].adapter
         step = self._captured(_StepKey(size, reach, filtered, adapter, verifies))
         rows = self._rows[: len(columns), :size]
         padding = [self._state.padding, -1, 0][: len(columns)]
@@ -346,7 +348,7 @@ class GraphRunner:
         on a straight line.
         """
         size = next(size for size in self._verified_sizes if size >= rows)
-        reach = self._backend.reach(length, size)
+        reach = self._reach(length, size)
         if (size, reach) not in self._seconds:
             key = _StepKey(size, reach, False, None, verifies=True)
             ranks = self._policy.weights("rollout").tensor_parallel.world.size
@@ -416,6 +418,10 @@ class GraphRunner:
     def _draw(self, logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> Drawn:
         return self._backend.draw(logits, draws_of(rows, samples).map(self._backend.to_device))
 
+    def _reach(self, length: int, rows: int) -> int:
+        """The back end's, but no sequence is longer than the model's context."""
+        return min(self._backend.reach(length, rows), self._policy.config.max_positions)
+
     def _captured(self, key: _StepKey) -> Captured:
         if key not in self._steps:
             started = perf_counter()
@@ -480,13 +486,23 @@ class GraphRunner:
         logits = self._logits(states.hidden)
         routings = () if states.routings is None else (states.routings,)
         if key.filtered:
-            return logits, *routings
+            return self._left(logits, key), *routings
         index = torch.arange(key.size, dtype=torch.int32, device=rows.device)
         temperatures, keys = self._state.temperatures[rows[0]], self._state.keys[rows[0]]
         draws = Draws(index, temperatures, keys, batch.positions + 1)
         drawn = self._backend.draw(logits, draws)
         self._state.append(rows, drawn.tokens)
         return drawn.tokens, drawn.log_probs, *routings
+
+    def _left(self, logits: Tensor, key: _StepKey) -> Tensor:
+        """Logits where all steps of the kind leave theirs. What a captured step returns keeps its
+        memory, and would for each size and reach.
+        """
+        if key.verifies not in self._logits_left:
+            rows = (self._verified_sizes if key.verifies else self._sizes)[-1]
+            made = logits.new_empty(rows, logits.stride(0))
+            self._logits_left[key.verifies] = made[:, : logits.shape[1]]
+        return self._logits_left[key.verifies][: key.size].copy_(logits)
 
 
 def _with_guesses(

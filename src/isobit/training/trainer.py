@@ -230,12 +230,13 @@ class Trainer:
         """The master nearest to the loss whose gradient holds a NaN or an infinity: the backward
         goes from there to all before it.
         """
-        indices = self.policy.world.all_gather(
-            [
+        indices = run_and_gather(
+            self.policy.world,
+            lambda: [
                 index
                 for index, master in enumerate(self.policy.masters.values())
                 if master.grad is not None and not torch.isfinite(master.grad).all()
-            ]
+            ],
         )
         damaged = [index for of_rank in indices for index in of_rank]
         if not damaged:

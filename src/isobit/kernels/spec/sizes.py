@@ -157,6 +157,11 @@ def attention_gradients(shape: AttentionShape, format: Format) -> int:
     return 0
 
 
+def joined_parts(shape: AttentionShape, sequences: int, longest: int) -> int:
+    """0: keys are added up in order."""
+    return 0
+
+
 def product_sums(site: Site, tokens: int) -> int:
     """0: they are counted in the GEMM workspace."""
     return 0

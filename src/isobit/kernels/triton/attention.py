@@ -74,10 +74,10 @@ from dataclasses import dataclass
 import torch
 
 from isobit.kernels.triton.e4m3 import PRODUCT_SCALE
-from isobit.kernels.triton.heads import heads_problem
+from isobit.kernels.triton.heads import PART_TOKENS, heads_problem
 from isobit.precision.quant_tensor import E4M3
 
-PART = 8192
+PART = PART_TOKENS
 """Keys of a part."""
 SCALES = {E4M3: torch.uint8, torch.int8: torch.float32}
 """The dtype of the scales of K and V, by that of K."""

@@ -25,10 +25,9 @@ from isobit.kernels.triton.attention_tile import (
     _within,
 )
 from isobit.kernels.triton.e4m3 import decoded
-from isobit.kernels.triton.heads import MOST_QUERY_HEADS, PAGE_TOKENS
+from isobit.kernels.triton.heads import FEW_SEQUENCES, MOST_QUERY_HEADS, PAGE_TOKENS
 
 FEW_PROGRAMS = 128  # which have a multiprocessor each on the cards that have most memory
-FEW_SEQUENCES = 64  # whose parts have programs of their own
 _COLUMNS = MOST_QUERY_HEADS  # query heads of one program, padded
 
 

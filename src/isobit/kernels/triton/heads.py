@@ -1,6 +1,11 @@
-"""Which heads the kernels of attention take, and the pages of their K and V; needs no Triton."""
+"""Which heads the kernels of attention take, and the pages and parts of their K and V; needs no
+Triton.
+"""
 
 PAGE_TOKENS = 128
+PART_TOKENS = 8192
+"""Keys of a part (``isobit.kernels.triton.attention``)."""
+FEW_SEQUENCES = 64  # up to which parts that are decoded have programs of their own
 HEAD_SIZES = (64, 96, 128, 256)
 MOST_QUERY_HEADS = 16  # of one KV head
 

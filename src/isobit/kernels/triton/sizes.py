@@ -7,6 +7,8 @@ and 4 a row.
                  2 (H + 2 G) D in BF16; and 4 H of log-sum-exps
     attention's  4 H R + 4 G R + 8 H of copies in which every sequence is whole tiles, and
     backward     8 H + 4 G of scales in INT8; R is D, or the next power of two
+    joined       4 H (D + 2) of each part of the keys of up to 64 sequences
+    parts
     product      INT8 of 33 to 64 tokens: INT32 sums of up to 8 parts of K, in fewer than twice as
                  many tiles of 64 columns as keep cards busy
     lm_head      2 C T + 4 V rows scoring, 6 C T + 4 V rows forward, 6 C T + (6 V + 4 C) rows
@@ -38,7 +40,7 @@ from isobit.kernels.sizes import (
     WorkShape,
     delta_carry_bytes,
 )
-from isobit.kernels.triton.heads import PAGE_TOKENS
+from isobit.kernels.triton.heads import FEW_SEQUENCES, PAGE_TOKENS, PART_TOKENS
 from isobit.precision.flow import PrecisionFlow, Site
 from isobit.precision.quant_tensor import (
     BLOCK,
@@ -229,6 +231,13 @@ def attention_gradients(shape: AttentionShape, format: Format) -> int:
     numbers = (shape.num_heads + shape.num_kv_heads) * row
     scales = 8 * shape.num_heads + 4 * shape.num_kv_heads if format == "int8" else 0
     return 4 * numbers + 8 * shape.num_heads + scales
+
+
+def joined_parts(shape: AttentionShape, sequences: int, longest: int) -> int:
+    """FP32 sums, a maximum and a sum of weights of each head and part."""
+    parts = -(-longest // PART_TOKENS)
+    vectors = min(sequences, FEW_SEQUENCES) * parts * shape.num_heads
+    return 4 * vectors * (shape.head_dim + 2) if parts > 1 else 0
 
 
 def product_sums(site: Site, tokens: int) -> int:
