@@ -11,7 +11,7 @@ Products are those of a layer of Qwen3-8B, attention is its 32 heads over 8 of 1
 choice: ``us`` in a captured graph, in which weights or layers take turns so that none is read from
 the L2 cache, ``in_use`` the choice of the back end, and ``equal``, whether the result has its bits.
 ``--part`` has other parts of keys than ``isobit.kernels.triton.attention.PART``, which belong to
-the bits; parts of up to ``--few`` sequences have programs of their own in decode.  ``--in-use``
+the bits; up to ``--apart`` parts of all sequences have programs of their own in decode.  ``--in-use``
 leaves out all other choices.  ``--compile I/N`` only compiles, each N-th
 choice from the I-th on, so that N processes fill Triton's cache first: 40 s with 24 of them.
 """
@@ -120,7 +120,7 @@ def lowered(asked: argparse.Namespace) -> str:
     """The back end, for which kernels are lowered from now on."""
     name = back_end_of("cuda")
     attention.PART = getattr(asked, "part", attention.PART)
-    attention_decode.FEW_SEQUENCES = getattr(asked, "few", attention_decode.FEW_SEQUENCES)
+    attention_decode.MOST_APART = getattr(asked, "apart", attention_decode.MOST_APART)
     if name == "triton":
         lower_for_sm_80()
     if asked.compile is None:
@@ -175,7 +175,7 @@ def decode(asked: argparse.Namespace) -> None:
         form, is_portable = _in_use(back_end, format)
         case: Row = {"decode": format, "sequences": count, "keys": asked.keys}
         case |= {"part": attention.PART, "back_end": back_end}
-        case |= {"apart": count <= attention_decode.FEW_SEQUENCES}
+        case |= {"apart": attention_decode.MOST_APART}
         pages = -(-asked.keys // PAGE_TOKENS)
         layers = [_pages(format, count * pages) for _ in range(4 if count > 64 else 16)]
         queries = _heads(format, count, HEADS, DIM)
@@ -254,7 +254,7 @@ def main() -> int:
             command.add_argument("--in-use", action="store_true")
         if name == "decode":
             command.add_argument("--keys", type=int, default=665)
-            command.add_argument("--few", type=int, default=attention_decode.FEW_SEQUENCES)
+            command.add_argument("--apart", type=int, default=attention_decode.MOST_APART)
             command.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 256])
         if name == "prefill":
             command.add_argument("--lengths", type=int, nargs="+")

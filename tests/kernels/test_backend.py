@@ -316,10 +316,10 @@ def test_heads_that_gpus_compute(heads: tuple[int, int, int], fits: bool) -> Non
     assert support("cpu").model_problem(needs) is None
 
 
-def test_a_captured_step_on_hopper_reaches_four_times_as_many_parts() -> None:
+def test_a_captured_step_on_hopper_reaches_twice_as_many_parts() -> None:
     made = module_of("hopper", "backend").HopperBackend(torch.device("cuda"))
     parts = (0.5, 1, 1.5, 4, 4.5, 16, 17)
     lengths = [int(PART * n) for n in parts]
-    assert [made.reach(n, 64) // PART for n in lengths] == [1, 1, 4, 4, 16, 16, 64]
-    assert [made.reach(n, 65) == PART for n in lengths] == [n <= 1 for n in parts]
-    assert made.reach(lengths[2], 65) == made.reach(lengths[-1], 65) > 1 << 24, "in order"
+    assert [made.reach(n, 128) // PART for n in lengths] == [1, 1, 2, 4, 8, 16, 32]
+    assert [made.reach(n, 512) // PART for n in lengths[:-2]] == [1, 1, 2, 4, 8]
+    assert made.reach(lengths[-2], 512) == made.reach(lengths[-1], 129) > 1 << 24, "in order"

@@ -214,12 +214,12 @@ def check(
         assert (heads < 3e-3).all(), heads
     torch.testing.assert_close(sums, wanted_sums, rtol=1e-5, atol=1e-4)
     rows = sorted({0, 30, 63, 64, length // 2, length - 2, length - 1} & set(range(length)))
-    usual = attention_decode.FEW_SEQUENCES
+    usual = attention_decode.MOST_APART
     for few in {usual, 0} if length > attention.PART else {usual}:  # parts apart, and in order
-        attention_decode.FEW_SEQUENCES = few
+        attention_decode.MOST_APART = few
         decoded = case.decode(build, window, rows, sinks)
         assert all(map(torch.equal, decoded, (output[rows], sums[rows])))
-    attention_decode.FEW_SEQUENCES = usual
+    attention_decode.MOST_APART = usual
     first, last = length // 3 + 1, length - 3
     chunk = case.prefill(build, window, first, last, sinks)
     assert all(map(torch.equal, chunk, (output[first:last], sums[first:last])))

@@ -25,7 +25,7 @@ from isobit.kernels.triton.attention_tile import (
     _within,
 )
 from isobit.kernels.triton.e4m3 import decoded
-from isobit.kernels.triton.heads import FEW_SEQUENCES, MOST_QUERY_HEADS, PAGE_TOKENS
+from isobit.kernels.triton.heads import MOST_APART, MOST_QUERY_HEADS, PAGE_TOKENS
 
 FEW_PROGRAMS = 128  # which have a multiprocessor each on the cards that have most memory
 _COLUMNS = MOST_QUERY_HEADS  # query heads of one program, padded
@@ -256,7 +256,7 @@ def decode_attention(
     parts = triton.cdiv(max_length, attention.PART)
     if window is not None:
         parts = min(parts, triton.cdiv(window - 1, attention.PART) + 1)
-    apart = parts > 1 and batch <= FEW_SEQUENCES
+    apart = parts > 1 and batch * parts <= MOST_APART
     output = torch.empty((batch, heads, dim), dtype=torch.bfloat16, device=queries.device)
     log_sum_exp = torch.empty((batch, heads), dtype=torch.float32, device=queries.device)
     part_output, part_max, part_sum = output, log_sum_exp, log_sum_exp  # unused but by parts apart

@@ -50,7 +50,7 @@ def _prefill_part(
     ZERO: tl.constexpr = None if D == WIDTH else 0.0
     along = (d < D)[None, :] if D < WIDTH else None
     down = (d < D)[:, None] if D < WIDTH else None
-    AHEAD: tl.constexpr = SCALED and (BYTES or K_SCALE.dtype.element_ty == tl.float32)
+    AHEAD: tl.constexpr = SCALED
     if SCALED:
         next_k_scale = tl.load(K_SCALE + tl.minimum(start + t, length - 1) * G)
         next_v_scale = tl.load(V_SCALE + tl.minimum(start + t, length - 1) * G)
@@ -161,11 +161,14 @@ def _prefill_kernel(
                 tl.minimum(end, begin + PART), first_position, position, length,
                 G, D, WIDTH, TILE, NQ, STAGES, SCALED, WINDOW,
             )  # fmt: skip
-            added, added_m, added_total = _added(acc, m, total, o, part_m, part_total, 1)
-            reached = position >= begin  # a query before this part sees none of its keys
-            acc = tl.where(reached[:, None], added, acc)
-            m = tl.where(reached, added_m, m)
-            total = tl.where(reached, added_total, total)
+            if begin <= first_seen:
+                acc, m, total = o, part_m, part_total
+            else:
+                added, added_m, added_total = _added(acc, m, total, o, part_m, part_total, 1)
+                reached = position >= begin  # a query before this part sees none of its keys
+                acc = tl.where(reached[:, None], added, acc)
+                m = tl.where(reached, added_m, m)
+                total = tl.where(reached, added_total, total)
     else:
         m, total, acc = _prefill_part(
             q, q_scale, K, K_SCALE, V, V_SCALE, c, first_tile, end, first_position, position,

@@ -126,13 +126,11 @@ class TritonBackend:
         return CapturedGraph(step, beside)
 
     def reach(self, length: int, rows: int) -> int:
-        """Attention has 1, 4, 16, .. parts of the KV range side by side, or any number in order."""
-        part = attention.PART
-        if length <= part:
-            return part
-        if rows > attention_decode.FEW_SEQUENCES:
+        """Attention has 1, 2, 4, .. parts of the KV range side by side, or any number in order."""
+        parts = 1 << (-(-length // attention.PART) - 1).bit_length()
+        if parts > 1 and rows * parts > attention_decode.MOST_APART:
             return _ANY_LENGTH
-        return part << 2 * (((-(-length // part) - 1).bit_length() + 1) // 2)
+        return attention.PART * parts
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return to_device(tensor, self.device)

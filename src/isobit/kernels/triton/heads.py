@@ -3,9 +3,10 @@ Triton.
 """
 
 PAGE_TOKENS = 128
-PART_TOKENS = 8192
+PART_TOKENS = 2048
 """Keys of a part (``isobit.kernels.triton.attention``)."""
-FEW_SEQUENCES = 64  # up to which parts that are decoded have programs of their own
+MOST_APART = 4096
+"""Parts of all sequences of a decode step, up to which each has programs of its own."""
 HEAD_SIZES = (64, 96, 128, 256)
 MOST_QUERY_HEADS = 16  # of one KV head
 

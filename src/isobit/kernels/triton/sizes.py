@@ -7,7 +7,7 @@ and 4 a row.
                  2 (H + 2 G) D in BF16; and 4 H of log-sum-exps
     attention's  4 H R + 4 G R + 8 H of copies in which every sequence is whole tiles, and
     backward     8 H + 4 G of scales in INT8; R is D, or the next power of two
-    joined       4 H (D + 2) of each part of the keys of up to 64 sequences
+    joined       4 H (D + 2) of each part of the keys of all sequences, up to 4,096
     parts
     product      INT8 of 33 to 64 tokens: INT32 sums of up to 8 parts of K, in fewer than twice as
                  many tiles of 64 columns as keep cards busy
@@ -40,7 +40,7 @@ from isobit.kernels.sizes import (
     WorkShape,
     delta_carry_bytes,
 )
-from isobit.kernels.triton.heads import FEW_SEQUENCES, PAGE_TOKENS, PART_TOKENS
+from isobit.kernels.triton.heads import MOST_APART, PAGE_TOKENS, PART_TOKENS
 from isobit.precision.flow import PrecisionFlow, Site
 from isobit.precision.quant_tensor import (
     BLOCK,
@@ -236,8 +236,9 @@ def attention_gradients(shape: AttentionShape, format: Format) -> int:
 def joined_parts(shape: AttentionShape, sequences: int, longest: int) -> int:
     """FP32 sums, a maximum and a sum of weights of each head and part."""
     parts = -(-longest // PART_TOKENS)
-    vectors = min(sequences, FEW_SEQUENCES) * parts * shape.num_heads
-    return 4 * vectors * (shape.head_dim + 2) if parts > 1 else 0
+    if parts == 1:
+        return 0
+    return 4 * min(sequences * parts, MOST_APART) * shape.num_heads * (shape.head_dim + 2)
 
 
 def product_sums(site: Site, tokens: int) -> int:
