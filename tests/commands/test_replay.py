@@ -217,7 +217,8 @@ def test_adapters_are_replayed_in_another_directory(
     train(settings(folder, tiny_folder, tmp_path / "run", **lora))
     written = tmp_path / "run" / "model" / "adapter_config.json"
     name = f'"./{tiny_folder.name}"'
-    assert name in (text := written.read_text(encoding="utf-8"))
+    text = written.read_text(encoding="utf-8")
+    assert name in text
     for here in (tmp_path, tiny_folder, *list(tiny_folder.parents)[:3]):
         monkeypatch.chdir(here)
         assert found(replay(tmp_path / "run")) == []
