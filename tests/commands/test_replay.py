@@ -27,6 +27,7 @@ from isobit.util.errors import ConfigError
 from tests.tiny import json_lines, small_run, with_sections
 from tests.worlds import in_world
 
+LAST = 1 << 62  # a step behind all others
 REWARD = "def reward(prompt, completion):\n    return float(completion.token_ids[0] % 3)\n"
 STEPS = 6
 
@@ -206,6 +207,24 @@ def test_a_byte_of_the_trained_model(step: int | None, run: Path) -> None:
     assert difference.where == "after the last step"
     last = list(TensorFile(path).stored)[-1]
     assert difference.what == f"{path.name} differs, {last} first"
+
+
+def test_adapters_are_replayed_in_another_directory(
+    folder: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their configuration names the base model as it is seen from the current one."""
+    lora = {"lora": {"rank": 4}, "training": {"steps": 1}}
+    train(settings(folder, tiny_folder, tmp_path / "run", **lora))
+    written = tmp_path / "run" / "model" / "adapter_config.json"
+    name = f'"./{tiny_folder.name}"'
+    text = written.read_text(encoding="utf-8")
+    assert name in text
+    for here in (tmp_path, tiny_folder, *list(tiny_folder.parents)[:3]):
+        monkeypatch.chdir(here)
+        assert found(replay(tmp_path / "run")) == []
+    for other in ('"./other"', f'"{tiny_folder.name}"', '"./other/model.json"', "7"):
+        written.write_text(text.replace(name, other), encoding="utf-8")
+        assert found(replay(tmp_path / "run")) == [(LAST, "model: adapter_config.json differs")]
 
 
 PARTS = {"masters.safetensors": "masters", "optimiser.safetensors": "moments", "state.json": ""}

@@ -265,3 +265,15 @@ def test_others_that_do_not_come_are_named_while_they_are_waited_for(
         pass
     said = "isobit: waiting for all 2 processes of the run at a.host:29500, here as rank 0\n"
     assert capsys.readouterr().err == said * lines
+
+
+def join_again(world: World, _: Any) -> str:
+    """What a script gets whose first run has ended with an error: its world was not left."""
+    with pytest.raises(ConfigError) as raised, processes.joined():
+        pass
+    return str(raised.value)
+
+
+def test_a_second_run_behind_an_error_is_refused_with_what_to_do() -> None:
+    for said in in_world(2, "tests.parallel.test_world:join_again", timeout=60):
+        assert "ended with an error" in said and "start the script again on all ranks" in said

@@ -358,6 +358,26 @@ def test_a_server_that_came_up_after_the_engine_has_sizes_before_it_draws() -> N
             assert generate(engine, wanted) == generate(native_of(policy), wanted)
 
 
+@pytest.mark.parametrize("pages", [1, 2])
+def test_a_server_that_comes_later_draws_what_its_cache_holds(pages: int) -> None:
+    """It has a smaller one than those that answered when the engine was made; the others go on with
+    what is too long for it.
+    """
+    policy = policy_of("fp8")
+    wanted = [replace(one, samples=3) for one in (*longer(requests()), *requests())]
+    wanted = [replace(one, visit=visit) for visit, one in enumerate(wanted)]
+    with served() as stays:
+        with served() as later:
+            port = int(later.rpartition(":")[2])
+        engine = engine_of(policy, stays, later)
+        with served(port=port, kv_pages=pages):
+            engine.take_weights()
+            while not engine._servers[1].is_up:
+                sleep(0.01)
+            assert generate(engine, wanted) == generate(native_of(policy), wanted)
+            assert engine._servers[1].is_up and not any("is down" in one for one in engine.notes())
+
+
 def test_a_run_without_servers_ends_with_their_names() -> None:
     policy = policy_of("fp8")
     with served() as server:

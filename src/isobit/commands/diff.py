@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from isobit.models.adapter_folder import CONFIG_FILE, LOCAL
 from isobit.models.safetensors import TensorFile
 from isobit.observe.model_card import CARD_FILE
 from isobit.store.checkpoint import STATE, folders_by_step
@@ -41,6 +42,7 @@ from isobit.store.journals import read_lines
 from isobit.store.lock import is_held
 from isobit.util.errors import ConfigError, IsobitError
 from isobit.util.plain_files import read_plain
+from isobit.util.strict_json import parsed_line
 
 OF_THE_MACHINE = ("time/", "tokens_per_s/", "memory/", "rollout/", "waiting/", "kv_scales/")
 """How metrics begin that say how fast, with how much memory and in which batches was computed; the
@@ -360,9 +362,31 @@ def different_files(ours: Path, theirs: Path, is_part: bool = False) -> Iterator
         pair = ours / name, theirs / name
         if missing := [path for path in pair if not path.is_file()]:
             yield f"{missing[0]} is missing"
-        elif not filecmp.cmp(*pair, shallow=False):
+        elif not _hold_the_same(*pair):
             first = _first_tensor(*pair) if name.suffix == ".safetensors" else ""
             yield f"{name} differs{first}"
+
+
+def _hold_the_same(ours: Path, theirs: Path) -> bool:
+    """Byte for byte, but for where the base model of adapters is seen from the directory that a
+    command was given in.
+    """
+    if filecmp.cmp(ours, theirs, shallow=False):
+        return True
+    if ours.name != CONFIG_FILE:
+        return False
+    one, other = (parsed_line(read_plain(path)) for path in (ours, theirs))
+    return one is not None and other is not None and _seen_near(one) == _seen_near(other)
+
+
+def _seen_near(config: Line) -> Line:
+    """The configuration of adapters, as it is where their base model lies in the current
+    directory.
+    """
+    name = str(config.get("base_model_name_or_path"))
+    if not name.startswith(LOCAL):
+        return config
+    return config | {"base_model_name_or_path": LOCAL + name.rpartition("/")[2]}
 
 
 def _first_tensor(ours: Path, theirs: Path) -> str:

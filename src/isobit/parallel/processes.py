@@ -396,6 +396,11 @@ def joined() -> Iterator[World]:
     if not is_launched():
         yield Alone()
         return
+    if dist.is_initialized():
+        raise ConfigError(
+            "this process has joined others before, in a run that ended with an error or by the "
+            "script itself, and several processes join once; start the script again on all ranks"
+        )
     take_place()
     waiting = Timer(WAITED_S, say, [f"isobit: waiting for {_others_of_world()}"])
     waiting.daemon = True

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import isobit
 from isobit.config.rollout import RunRolloutConfig
+from isobit.memory.cache_size import pages_for
 from isobit.models.function import LogProbFunction, function_of
 from isobit.models.policy import Policy
 from isobit.models.weight_deltas import SentWeights
@@ -278,7 +279,11 @@ class HttpEngine(RemoteSamples):
         with self._board.changed:
             for group in groups:
                 while group:
-                    fit = [one for one in self._servers if one.is_up and self._room(one) > 0]
+                    fit = [
+                        one
+                        for one in self._servers
+                        if one.is_up and self._room(one) > 0 and _holds(one, group[0])
+                    ]
                     if not fit:
                         break
                     keys = {sample.key for sample in group}
@@ -407,6 +412,15 @@ class HttpEngine(RemoteSamples):
         if not self._live:
             self._heard_at = monotonic()
         super()._begin_period()
+
+
+def _holds(server: Server, sample: Sample) -> bool:
+    """Whether a server holds a sample of any length that it may have: one that comes later can have
+    a smaller cache or context than those that the engine has its limits from.
+    """
+    sizes, most = server.sizes, sample.max_length
+    is_short = most <= sizes.get("context", most)
+    return is_short and pages_for(most - 1, sizes["page_tokens"]) <= sizes["pages"]
 
 
 def _check_apart(named: Iterable[tuple[str, str]]) -> None:

@@ -235,6 +235,22 @@ def test_gradients_with_sinks(format: Format, window: int | None) -> None:
     assert sinks.grad is not None and relative_error(grad - 1, sinks.grad) < bound
 
 
+@pytest.mark.parametrize("format", ["e4m3", "int8", "bf16", "fp32"])
+@pytest.mark.parametrize("size", [1e3, 1e4, 1e5, 1e6, 1e8])
+def test_gradients_are_finite_wherever_the_output_is(format: Format, size: float) -> None:
+    """Scores of up to 1e17, which FP32 rounds by far more than an exponent holds."""
+    sequences = make(format, (90, 3), outliers=False)
+    qkv = sequences.projected()
+    qkv[:, :-128] *= size  # Q and K, and not the two heads of V
+    attend = PackedAttention(sequences.flow.training, sequences.lengths, sequences.positions)
+    output, attended = attend.attend(0, qkv, sequences.transform)
+    d_output = torch.randn(output.shape)
+    *_, dv = attend.backward(attended, d_output)
+    for made in (output, *attend.backward(attended, d_output)):
+        assert made.isfinite().all()
+    assert dv.abs().max() < 1.1 * 2 * 93 * d_output.abs().max(), "no weight is above 1"
+
+
 @pytest.mark.parametrize("group", [100, 4096])
 def test_gradients_of_a_sequence_are_its_own(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding carries none, and a sequence alone has those that it has in a batch."""

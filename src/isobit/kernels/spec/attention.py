@@ -278,6 +278,10 @@ def _sum_of_64(x: torch.Tensor) -> torch.Tensor:
     return padded.sum(-1, keepdim=True)
 
 
+_ROUNDING = 2.0**-10
+"""The most by which the backward takes a score to be above the log-sum-exp, which none is but by
+rounding: scores of millions are rounded by more, and a weight would be large, or infinite.
+"""
 QUERY_BLOCK = 512  # queries of the backward at once: bounds the score matrix of a long sequence
 GROUP_TOKENS = 4096  # padded tokens of a group
 
@@ -518,6 +522,7 @@ def _group_gradients(
             scores.view(batch, kv_heads * repeat, -1, key.numel())
             .masked_fill_(hidden, -torch.inf)
             .view_as(scores)
+            .clamp_(max=_ROUNDING)
             .exp_()
         )
         dv[:, seen] += torch.bmm(weights.transpose(1, 2), do_rows)
