@@ -2,6 +2,7 @@
 
     with Graders(config.reward) as graders:
         graders.describe()                  waits until the rewards are loaded, or refuses them
+        graders.check_columns(sets)         refuses prompts without columns that they take
         graders.submit(group)               as soon as a group is complete
         graders.poll()                      now and then, during other work
         stats = graders.collect(groups)     fills their rewards
@@ -29,7 +30,8 @@ from isobit.rewards.counts import take
 from isobit.rewards.grade import Outcome, failure_of, outcome_of
 from isobit.rewards.load import RewardFunction, load_reward
 from isobit.rewards.pool import Inside, Pool, Task, Watch
-from isobit.rewards.signatures import Reward
+from isobit.rewards.reference_check import check_columns
+from isobit.rewards.signatures import Columns, Reward
 from isobit.rewards.tally import GradeStats, Tally
 from isobit.util.errors import RewardError
 
@@ -150,6 +152,13 @@ class Graders:
             lines[-1] += "; in the process of the run"
         return lines
 
+    def check_columns(self, sets: Mapping[str, Sequence[Prompt]]) -> None:
+        """See whether all prompts of the sets have the columns that the rewards take; waits until
+        these are loaded. Raises RewardError where some have not.
+        """
+        for part, columns in self._scoring.columns().items():
+            check_columns(self._parts[part].function or "", columns, sets)
+
     def submit(self, group: Group) -> None:
         """Start grading a group whose completions are all there. Raises as ``collect`` does."""
         tasks = {}
@@ -255,6 +264,9 @@ class InProcess:
 
     def describe(self) -> Mapping[str, str]:
         return {name: reward.describe() for name, reward in self._rewards.items()}
+
+    def columns(self) -> Mapping[str, Columns]:
+        return {name: reward.columns() for name, reward in self._rewards.items()}
 
     def submit(self, task: Task) -> None:
         """Nothing is done before ``wait``."""

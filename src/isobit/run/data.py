@@ -7,7 +7,7 @@ Reinforcement learning learns from prompts, fine-tuning from examples or from pa
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -86,6 +86,11 @@ class TrainingData(ABC, Generic[Item]):
         """The prompts to learn from, in the order of the rows."""
         return Mapped(self.items, prompt_of)
 
+    @property
+    def graded(self) -> dict[str, Sequence[Prompt]]:
+        """The prompts to which completions may be graded, by the key of their set."""
+        return {f"data.eval.{name}": Mapped(of, prompt_of) for name, of in self.sets.items()}
+
     def digests(self) -> dict[str, str]:
         """SHA-256 of each set."""
         sets = {"train": self.items, **{f"eval.{name}": of for name, of in self.sets.items()}}
@@ -132,6 +137,12 @@ class RlData(TrainingData[Prompt]):
 
     tools: Tools | None = None
     """The environment's, with which chat templates were rendered."""
+
+    @property
+    def graded(self) -> dict[str, Sequence[Prompt]]:
+        """The prompts to which completions are graded, by the key of their set."""
+        evaluated = {f"data.eval.{name}": prompts for name, prompts in self.sets.items()}
+        return {"data.train": self.prompts, **evaluated}
 
     def _digest(self, items: Sequence[Prompt]) -> str:
         return prompts_sha256(items)
@@ -233,12 +244,12 @@ def _tools(config: RunConfig, model: DescribedModel) -> Tools | None:
         )
 
 
-def load_examples(
-    data: SftDataConfig, model: DescribedModel, objective: recipes.Objective
-) -> SftData:
-    """Read and tokenise all sets.  Raises DataError for what cannot be used, ModelError for a
-    tokenizer of another model.
+def load_examples(config: recipes.SftConfig, model: DescribedModel) -> SftData:
+    """Read and tokenise all sets, and see whether the reward can use the references of those that
+    are held out.  Raises DataError for what cannot be used, RewardError as ``check_references``
+    does, ModelError for a tokenizer of another model.
     """
+    data, objective = config.data, config.objective
     of_pairs = objective == "preference"
 
     def build(name: str, source: Any, noticed: Noticed, first: int) -> Sequence[Lesson]:
@@ -258,7 +269,8 @@ def load_examples(
 
     sets = _read_sets(data, build, build, rows)
     notes = rendering_notes(data, model.tokenizer, sets.noticed)
-    return SftData(sets.train, sets.dropped, sets.evaluated, sets.noticed, notes, objective)
+    read = SftData(sets.train, sets.dropped, sets.evaluated, sets.noticed, notes, objective)
+    return replace(read, notes=[*check_references(config.reward, read.graded), *notes])
 
 
 def _check_vocabulary(largest: int, model: DescribedModel) -> None:

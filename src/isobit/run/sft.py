@@ -132,7 +132,7 @@ def read_sft(recipe: ResolvedRecipe[SftConfig]) -> SftPlan:
     check_packages(config.tracking.services())
     check_sft(config)
     check_cut(source.described.config, config.cluster.rollout_tp)
-    data: SftData = recipe.data or load_examples(config.data, source.described, config.objective)
+    data: SftData = recipe.data or load_examples(config, source.described)
     evaluation = {}
     if config.reward is not None:
         prompts = {name: [one.prompt for one in data.sets[name]] for name in data.sets}
