@@ -225,7 +225,7 @@ def test_a_sum_that_is_too_large_is_a_failure(rewards: str) -> None:
 @pytest.mark.parametrize("in_process", [False, True])
 def test_a_reward_that_cannot_be_loaded_is_refused(rewards: str, in_process: bool) -> None:
     config = RewardConfig(function=f"{rewards}:rihgt", in_process=in_process)
-    with pytest.raises(RewardError, match="did you mean 'right'"), Graders(config) as graders:
+    with pytest.raises(RewardError, match="did you mean right"), Graders(config) as graders:
         graders.describe()
 
 

@@ -4,7 +4,6 @@ expected and what to do, a misspelt key with the right one, another framework's 
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -21,7 +20,7 @@ from isobit.config.keys import (
     locate,
 )
 from isobit.config.recipes import RECIPES
-from isobit.util.errors import ConfigError
+from isobit.util.errors import ConfigError, did_you_mean
 
 _LONGEST_VALUE = 60
 _IN_WORDS = {
@@ -118,13 +117,6 @@ def _expected(detail: ErrorDetails) -> str:
 def _listed(words: Sequence[str], last: str) -> str:
     *others, end = words
     return f"{', '.join(others)} {last} {end}" if others else end
-
-
-def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """``; did you mean X?``, or nothing where no candidate is near."""
-    cutoff = 0.6 if len(word) > 2 else 0.75  # two letters of four are no likeness
-    near = get_close_matches(word, list(candidates), n=1, cutoff=cutoff)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _explain(detail: ErrorDetails, model: type[BaseModel], reasons: Reasons) -> list[str]:
