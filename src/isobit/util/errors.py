@@ -159,8 +159,9 @@ def shown(name: object) -> str:
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """``; did you mean X?``, or nothing where no candidate is near."""
     cutoff = 0.6 if len(word) > 2 else 0.75  # two letters of four are no likeness
-    near = get_close_matches(word[:_LONGEST_NAME], list(candidates), n=1, cutoff=cutoff)
-    return f"; did you mean {near[0]}?" if near else ""
+    known = {candidate.lower(): candidate for candidate in candidates}
+    near = get_close_matches(word[:_LONGEST_NAME].lower(), known, n=1, cutoff=cutoff)
+    return f"; did you mean {known[near[0]]}?" if near else ""
 
 
 @contextmanager
