@@ -123,7 +123,7 @@ def test_what_is_too_long_is_left_out_and_said(tmp_path, capsys):
     words = ["--data.max_prompt_tokens", "30", "--data.too_long", "drop", *REWARD, *SMALL]
     assert main(["eval", "starter", "--data", str(data), *words]) == 0
     shown = capsys.readouterr()
-    assert " on 1 problems" in shown.out
+    assert " on 1 problem," in shown.out
     assert "isobit: sums: 1 too long: dropped" in shown.err
 
 

@@ -51,7 +51,7 @@ from isobit.store.disk_plan import DiskPlan, plan_disk
 from isobit.store.resume import preview
 from isobit.util.errors import ConfigError, ModelError
 from isobit.util.machine import Memory
-from isobit.util.terminal import gib
+from isobit.util.terminal import counted, gib
 
 _AT_SERVERS = 1 << 40  # pages: how many servers have is asked when the run begins
 
@@ -119,7 +119,7 @@ class DryRun:
             start = "from random weights"
         return (
             f"model {folder}: {shape.family}, {parameter_count(shape):,} parameters, "
-            f"{shape.num_layers} layers, {start}; precision {self.flow.name}"
+            f"{counted(shape.num_layers, 'layers')}, {start}; precision {self.flow.name}"
         )
 
 

@@ -34,6 +34,7 @@ from isobit.rewards.reference_check import check_columns
 from isobit.rewards.signatures import Columns, Reward
 from isobit.rewards.tally import GradeStats, Tally
 from isobit.util.errors import RewardError
+from isobit.util.terminal import counted
 
 Grading: TypeAlias = Callable[[Sequence[Group]], GradeStats]
 """Fills the rewards of groups; raises RewardError if too many failed."""
@@ -146,7 +147,7 @@ class Graders:
             return lines
         if isinstance(self._scoring, Pool):
             count, config = self._scoring.size, self._config
-            who = f"{count} processes" if count > 1 else "1 process"
+            who = counted(count, "processes", "process")
             lines[-1] += f"; {who}, {config.deadline_s:g} s and {config.memory_mib:,} MiB each"
         else:
             lines[-1] += "; in the process of the run"

@@ -47,6 +47,7 @@ from isobit.rollout.episodes import Tools
 from isobit.rollout.requests import Request
 from isobit.run.acting import grades_by_environment, open_environments, read_tools
 from isobit.util.errors import ModelError
+from isobit.util.terminal import counted
 
 Lesson: TypeAlias = Example | Pair
 """What fine-tuning learns from: an example of supervised fine-tuning, a pair of preferences."""
@@ -121,7 +122,7 @@ class TrainingData(ABC, Generic[Item]):
         )
         streamed = f"; {self.train.describe()}" if isinstance(self.train, Spool) else ""
         return (
-            f"data: {len(self.train)} {items}{dropped}{evaluated}: {sets or 'none'}"
+            f"data: {counted(len(self.train), items)}{dropped}{evaluated}: {sets or 'none'}"
             f"{describe_too_long(self.noticed)}{streamed}"
         )
 
@@ -194,7 +195,8 @@ class SftData(TrainingData[Lesson]):
         """One line: how many there are, and how often each is gone through."""
         passes = training.steps * training.prompts_per_step / len(self.train)
         times = f"{passes:.2g}" if passes < 99.5 else f"{passes:,.0f}"
-        return self._described(self.noun, f", each seen {times} times; held out")
+        seen = "once" if times == "1" else f"{times} times"
+        return self._described(self.noun, f", each seen {seen}; held out")
 
 
 def load_prompts(config: RunConfig, model: DescribedModel) -> RlData:
