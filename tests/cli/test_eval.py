@@ -76,7 +76,7 @@ def test_what_graders_count_and_which_references_are_unusable_is_printed(tmp_pat
     assert main([*words, "--reward", f"{wrapped}:f", "--reward.in_process", "true"]) == 0
     shown = capsys.readouterr().out
     assert (
-        ", 1 rewards failed; graders met: 2 math_verify: no marked answer, 1 failed: Miss" in shown
+        ", 1 reward failed; graders met: 2 math_verify: no marked answer, 1 failed: Miss" in shown
     )
     assert main([*words, "--reward", "math_verify"]) == 0
     told = "references of sums for math_verify: 1 missing of 3 (33.3%)"
