@@ -119,7 +119,7 @@ def test_what_cannot_be_loaded_is_refused_in_a_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
     refused(config_of(tmp_path, "1 / 0"), "mine.py fails on import: ZeroDivisionError: division")
-    refused(config_of(tmp_path, WHOLE, "Mime"), "did you mean 'Mine'?")
+    refused(config_of(tmp_path, WHOLE, "Mime"), "did you mean Mine?")
     refused(config_of(tmp_path, WHOLE, "Mime"), "its classes are Mine, Other")
     refused(config_of(tmp_path, WHOLE, power=1, strength=2), "unexpected keyword argument")
     refused(CustomConfig(source="nowhere.py:Mine"), "there is no file nowhere.py")

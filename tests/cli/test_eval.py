@@ -76,7 +76,7 @@ def test_what_graders_count_and_which_references_are_unusable_is_printed(tmp_pat
     assert main([*words, "--reward", f"{wrapped}:f", "--reward.in_process", "true"]) == 0
     shown = capsys.readouterr().out
     assert (
-        ", 1 rewards failed; graders met: 2 math_verify: no marked answer, 1 failed: Miss" in shown
+        ", 1 reward failed; graders met: 2 math_verify: no marked answer, 1 failed: Miss" in shown
     )
     assert main([*words, "--reward", "math_verify"]) == 0
     told = "references of sums for math_verify: 1 missing of 3 (33.3%)"
@@ -123,7 +123,7 @@ def test_what_is_too_long_is_left_out_and_said(tmp_path, capsys):
     words = ["--data.max_prompt_tokens", "30", "--data.too_long", "drop", *REWARD, *SMALL]
     assert main(["eval", "starter", "--data", str(data), *words]) == 0
     shown = capsys.readouterr()
-    assert " on 1 problems" in shown.out
+    assert " on 1 problem," in shown.out
     assert "isobit: sums: 1 too long: dropped" in shown.err
 
 

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -28,6 +29,23 @@ def test_a_recipe_with_overrides_trains_and_a_second_run_is_refused(tmp_path, ca
     assert main(["train", QUICKSTART, "--output", str(output), *TINY]) == 2
     assert "already holds files" in capsys.readouterr().err
     assert sorted(path.stat().st_mtime_ns for path in output.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_one_of_anything_is_told_in_the_singular(command, tmp_path, capsys):
+    ones = "1 training.steps training.prompts_per_step data.train.limit data.eval.NAME.limit"
+    recipe = {"train": QUICKSTART, "sft": QUICKSTART.replace("quickstart", "fine_tune")}[command]
+    name = next(iter(tomllib.loads(Path(recipe).read_text())["data"]["eval"]))
+    one, *keys = ones.replace("NAME", name).split()
+    words = [word for key in keys for word in (f"--{key}", one)]
+    words += ["--threads", "1", *(["--rollout.max_sequences", "4"] if command == "train" else [])]
+    for output in ("planned", "done"):
+        more = ["--dry-run"] if output == "planned" else []
+        assert main([command, recipe, "--output", str(tmp_path / output), *words, *more]) == 0
+    captured = capsys.readouterr()
+    said = captured.out + captured.err
+    assert re.search(r"\b1 (training prompt|example)\b", said) and " for 1 step" in said
+    assert re.findall(r"(?<![.,\d])1 [a-z]+s\b", said) == []
 
 
 def test_an_unknown_key_is_refused_before_anything_is_written(tmp_path, capsys):

@@ -213,11 +213,11 @@ def test_every_problem_is_listed_with_its_dotted_path(recipe):
         ("[lora]\ntargets = 'q_prj'", "lora.targets: should be some of q_proj, k_proj"),
         (
             "[lora]\ntargets = ['v_proj', 'allinear']",
-            "all-linear (did you mean 'all-linear'?), but",
+            "all-linear (did you mean all-linear?), but",
         ),
-        ("[lora]\ntargets = ['gate']", "(did you mean 'gate_proj'?), but it is ['gate']"),
+        ("[lora]\ntargets = ['gate']", "(did you mean gate_proj?), but it is ['gate']"),
         ("[lora]\ntargets = []", "all-linear, but it is []"),
-        ("[lora]\ntargets = ['q_proj', 'dwon_proj']", "did you mean 'down_proj'?"),
+        ("[lora]\ntargets = ['q_proj', 'dwon_proj']", "did you mean down_proj?"),
         ("[algorithm]\nname = 'dapoo'", "'custom', but it is 'dapoo'; did you mean dapo?"),
         ("[algorithm]\nlam = 0.9", "algorithm.lam: unknown key; only ppo has it"),
         (

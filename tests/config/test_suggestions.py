@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from isobit.algorithms.registry import ALGORITHMS
 from isobit.config.base import Strict
 from isobit.config.commands import GenerationConfig
-from isobit.config.foreign import foreign_answer, foreign_rows
+from isobit.config.foreign import foreign_answer, foreign_rows, foreign_values
 from isobit.config.keys import all_keys, fields_by_key
 from isobit.config.load import build, build_with
 from isobit.config.recipes import RECIPES, RunConfig, SftConfig
@@ -176,6 +176,39 @@ def test_a_name_of_our_own_in_an_unknown_table_is_not_taken_for_another_framewor
 def test_a_name_without_a_key_of_this_command_says_of_which() -> None:
     message = answered("num_generations = 8", SftConfig)
     assert "use training.samples_per_prompt (isobit train) (TRL: num_generations)" in message
+
+
+def test_values_of_other_programs_are_answered_and_none_is_ours() -> None:
+    for (key, value), said in foreign_values().items():
+        model = RunConfig if key in {one.path for one in all_keys(RunConfig)} else SftConfig
+        for written in (value, value.upper().replace("_", "-")):
+            with pytest.raises(ConfigError) as error:
+                build_with(model, MINIMAL, [f"--{key}", written], "my.toml")
+            assert str(error.value).endswith(f"but it is {written!r}; {said}")
+    for key in {key for key, _ in foreign_values()}:
+        assert any(key in {one.path for one in all_keys(model)} for model in RECIPES.values())
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "value", "answer"),
+    [
+        (RunConfig, "algorithm.name", "DPO", "; no loss of pairs trains a policy here: `isobit"),
+        (SftConfig, "objective", "dpo", "; no loss of pairs trains a policy here: `isobit sft`"),
+        (SftConfig, "objective", "Supervised", "; did you mean supervised?"),
+        (RunConfig, "algorithm.name", "GRPO", "; did you mean grpo?"),
+        (RunConfig, "precision", "bfloat16", "; did you mean bf16?"),
+        (RunConfig, "training.schedule", "Cosine", "; did you mean cosine?"),
+        (RunConfig, "rollout.special_tokens", "shown", "; did you mean show?"),
+        (RunConfig, "rollout.engine", "zz", "but it is 'zz'"),
+    ],
+)
+def test_a_word_that_a_key_does_not_take_is_answered(
+    model: type[Strict], key: str, value: str, answer: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        build_with(model, MINIMAL, [f"--{key}", value], "my.toml")
+    assert answer in str(error.value)
+    assert "did you mean" in answer or "did you mean" not in str(error.value)
 
 
 def refused(words: Sequence[str], values: Mapping[str, Any] = MINIMAL) -> str:

@@ -277,7 +277,7 @@ def test_variables_of_a_row_come_after_those_of_the_recipe() -> None:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"enable_thinkin": True}, "no variable 'enable_thinkin'; did you mean 'enable_thinking'"),
+        ({"enable_thinkin": True}, "no variable 'enable_thinkin'; did you mean enable_thinking"),
         ({"sky": True}, "no variable 'sky'; leave it out, or name one that"),
         ({"add_generation_promt": True}, "'add_generation_promt'; leave it out"),
         ({"tokenize": True}, "'tokenize' is no variable"),

@@ -167,7 +167,7 @@ def test_a_turn_that_is_marked_is_not_learnt_but_read(tmp_path: Path, mark: dict
     assert only.prompt.id == "train/1" and text(only) == "4"
     assert only.prompt.text == "<system>Add; <user>1+1=; <assistant>3<eos> <user>2+2=; <assistant>"
     assert noticed.lines("train") == [
-        "train: 1 answers are marked as not to be learnt: left out",
+        "train: 1 answer marked as not to be learnt: left out",
         "train: messages of 'system', 'user' are marked as to be learnt, but only answers of the "
         "assistant are",
     ]
@@ -185,13 +185,13 @@ def test_answers_without_a_character_are_told(tmp_path: Path) -> None:
     examples(tmp_path, blank, CHAT, noticed=noticed)
     assert noticed.lines("train") == [
         "train: 1 of 5 prompts are empty",
-        "train: 3 answers are empty, so that the model learns to end at once; drop them if that is "
-        "not meant",
-        "train: 1 answers are marked as not to be learnt: left out",
+        "train: 3 answers without text, so that the model learns to end at once; drop them if that "
+        "is not meant",
+        "train: 1 answer marked as not to be learnt: left out",
     ]
     noticed = Noticed()
     pairs(tmp_path, [{"prompt": "1+1=", "chosen": "2", "rejected": ""}], noticed=noticed)
-    assert noticed.lines("train")[0].startswith("train: 1 answers are empty")
+    assert noticed.lines("train")[0].startswith("train: 1 answer without text")
 
 
 def test_marks_without_an_answer_to_learn_and_other_keys_are_told(tmp_path: Path) -> None:

@@ -409,15 +409,15 @@ def test_options_that_a_class_does_not_take_are_refused(
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        (f"{TOOLS}:Cuonter", "did you mean 'Counter'"),
+        (f"{TOOLS}:Cuonter", "did you mean Counter"),
         (f"{TOOLS}:Undocumented", "the tool 'act' of Undocumented has no schema"),
         ("nowhere.py:Class", "there is no file nowhere.py"),
         ("nowhere:Class", "fails on import: ModuleNotFoundError"),
         (str(TOOLS), "names no class of the file; expected .*:Class, and its classes are Counter"),
         ("nowhere.py", "there is no file nowhere.py"),
-        ("calculater", "or one of calculator, .*; did you mean 'calculator'"),
-        ("serach", "did you mean 'search'"),
-        ("Python", "did you mean 'python'"),
+        ("calculater", "or one of calculator, .*; did you mean calculator"),
+        ("serach", "did you mean search"),
+        ("Python", "did you mean python"),
         ("shop", "cannot read the environment 'shop'; expected 'path/to/file.py:Class'"),
     ],
 )

@@ -385,6 +385,23 @@ def test_a_histogram_counts_every_reward_of_a_step(served: Served) -> None:
     assert (nothing["html"], nothing["previous"], nothing["next"]) == ("", 2, None)
 
 
+def test_a_run_without_completions_has_no_histogram(runs: Path, tmp_path: Path) -> None:
+    """One that was ended before its first, one of fine-tuning, and one that keeps no more."""
+    for name, ignored in (("started", "completions*"), ("sampled", "completions")):
+        shutil.copytree(runs / "real", tmp_path / name, ignore=shutil.ignore_patterns(ignored))
+    with serving(tmp_path) as served:
+        answers = [
+            served.api("rewards", run="started", **asked)
+            for asked in ({}, {"kept": 0}, {"kept": 1}, {"source": "held_out"}, {"step": 1})
+        ]
+        answers += [served.api("rewards", run="sampled", kept=1)]
+        answers += [served.api("rewards", run="sampled", source="no such")]
+        assert served.api("rewards", run="sampled")["step"] == 2
+    for one in answers:
+        assert (one["html"], one["previous"], one["next"], one["progress"]) == ("", None, None, 1)
+    assert [one["step"] for one in answers] == [None, None, None, None, 1, None, None]
+
+
 def test_curves_over_time_and_tokens_and_smoothed(served: Served) -> None:
     chart = r"<h3>Reward</h3>.*?<thead><tr><th scope=\"col\">(\w+)</th>"
     for axis in ("step", "hours", "tokens"):

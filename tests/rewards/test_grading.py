@@ -43,6 +43,12 @@ def vowels(completions, **columns):
 
 def huge(prompt, completion):
     return 0.9e18
+
+def solved(completions, solution, level=0, **columns):
+    return [0.0 for _ in completions]
+
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.0
 """
 
 
@@ -219,8 +225,33 @@ def test_a_sum_that_is_too_large_is_a_failure(rewards: str) -> None:
 @pytest.mark.parametrize("in_process", [False, True])
 def test_a_reward_that_cannot_be_loaded_is_refused(rewards: str, in_process: bool) -> None:
     config = RewardConfig(function=f"{rewards}:rihgt", in_process=in_process)
-    with pytest.raises(RewardError, match="did you mean 'right'"), Graders(config) as graders:
+    with pytest.raises(RewardError, match="did you mean right"), Graders(config) as graders:
         graders.describe()
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+@pytest.mark.parametrize(
+    ("function", "rows", "message"),
+    [
+        ("solved", [{"solution": "1"}, {"answer": "2"}], "'solution', which 1 of the 2 .*'answer'"),
+        ("solved", [{"level": 1}, {}], "'solution', which 2 of the 2 prompts of data.train do not"),
+        ("score", [{"answer": "1"}], "'data_source', which 1 of the 1 .*first is train/0; its col"),
+        ("score", [{"data_source": "a"}], "'ground_truth' or 'reward_model.ground_truth' or 'ans"),
+        ("score", [{"reward_model": {}}], "'data_source', 'ground_truth' or .*are 'reward_model'"),
+    ],
+)
+def test_columns_that_a_reward_takes_are_sought_before_anything_is_graded(
+    rewards: str, in_process: bool, function: str, rows: list[dict[str, Any]], message: str
+) -> None:
+    def prompts(rows: list[dict[str, Any]]) -> dict[str, list[Prompt]]:
+        return {"data.train": [Prompt(f"train/{at}", "", (1,), row) for at, row in enumerate(rows)]}
+
+    whole = {"solution": "1", "data_source": "a", "reward_model": {"ground_truth": "1"}}
+    name = f"{rewards}:{function}"
+    with Graders(RewardConfig(function=name, workers=1, in_process=in_process)) as graders:
+        graders.check_columns(prompts([whole]))
+        with pytest.raises(RewardError, match=f"{re.escape(name)}' takes {message}"):
+            graders.check_columns(prompts(rows))
 
 
 def test_in_the_process_of_the_run_a_watch_is_asked_between_completions(rewards: str) -> None:

@@ -189,7 +189,7 @@ def test_what_verls_other_functions_call_the_answer(answer: str) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"solution": "22", "level": 1}, "takes ground_truth, but .*its columns are 'level', 's"),
+        ({"data_source": "a", "level": 1}, "takes 'ground_truth' or .*columns are 'data_source'"),
         ({"ground_truth": "22"}, "takes 'data_source', which prompt a does not have"),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isobit.commands.dry_run import plan_training
+from isobit.commands.evaluate import evaluate_folder
 from isobit.config.recipes import RunConfig
 from isobit.config.rollout import RunRolloutConfig
 from isobit.run.loop import train
@@ -94,6 +95,28 @@ def test_what_cannot_be_used(
 def test_the_reward_of_other_data(make_config: MakeConfig) -> None:
     config = make_config("reasoning_gym")
     refused(config, RewardError, "16 of the 16 prompts of data.train come from none")
+
+
+@pytest.mark.parametrize(
+    ("function", "missing"),
+    [
+        ("f(completions, solution): return [0.0 for _ in completions]", "'solution'"),
+        ("f(data_source, solution_str, ground_truth): return 0.0", "'data_source'"),
+    ],
+)
+def test_a_reward_of_columns_that_the_data_lack(
+    make_config: MakeConfig, tiny_folder: Path, tmp_path: Path, function: str, missing: str
+) -> None:
+    """Before anything is sampled, and by whatever grades."""
+    file = tmp_path / "mine.py"
+    file.write_text(f"def {function}\n", encoding="utf-8")
+    match = f"takes {missing}, which 16 of the 16 prompts of data.train do not have"
+    alone = make_config(f"{file}:f", data={"eval": {}})
+    refused(alone, RewardError, match)
+    with pytest.raises(RewardError, match=match):
+        plan_training(alone, read_rl)
+    with pytest.raises(RewardError, match=f"takes {missing}, which 5 of the 5 prompts of "):
+        evaluate_folder(tiny_folder, make_config(f"{file}:f"))
 
 
 def test_a_used_directory_is_refused_and_left_as_it_was(make_config: MakeConfig) -> None:

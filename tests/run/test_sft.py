@@ -42,6 +42,7 @@ from isobit.util.errors import (
     ModelError,
     NonFiniteError,
     OutOfMemoryError,
+    RewardError,
 )
 from tests.tiny import json_lines as lines
 from tests.tiny import with_sections
@@ -241,6 +242,21 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(
     with pytest.raises(error, match=message):
         sft(config)
     assert not config.output.exists()
+
+
+def test_a_reward_that_the_held_out_rows_do_not_suit_is_refused_by_a_dry_run(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "completion": "2"}\n', encoding="utf-8")
+    data = {"eval": {"held": {"type": "jsonl", "path": rows, "completion": "completion"}}}
+    grader = tmp_path / "mine.py"
+    grader.write_text("def f(completions, answer): return [0.0]\n", encoding="utf-8")
+    for reward in ("exact_match", "math_verify", f"{grader}:f"):
+        with pytest.raises(RewardError, match=r"'answer', which .*columns are '?completion"):
+            plan_sft(make_config(data=data, reward={"function": reward}))
+    with pytest.raises(RewardError, match=r"1 of the 1 prompts of data\.eval\.held come from none"):
+        plan_sft(make_config(data=data, reward={"function": "reasoning_gym"}))
 
 
 def test_a_used_directory_is_refused_with_the_ways_out(make_config: MakeConfig) -> None:

@@ -87,7 +87,7 @@ def test_mutated_requests_get_an_answer_or_a_sentence(
     ("change", "why"),
     [
         ({"model": "gpt"}, "there is no model 'gpt' here; this server has 'chatty'"),
-        ({"promt": "1"}, "promt: this server knows no such key; did you mean 'prompt'?"),
+        ({"promt": "1"}, "promt: this server knows no such key; did you mean prompt?"),
         ({"prompt": []}, "prompt: expected a text, a list of texts"),
         ({"prompt": [1, -1]}, "prompt: expected a text, a list of texts"),
         ({"prompt": [1, 127, 128]}, "token 128 is none of the model's, which are 0 to 127"),

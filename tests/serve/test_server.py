@@ -122,35 +122,46 @@ def _joined(chunks: list[dict[str, Any]]) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for choice in (one for chunk in chunks for one in chunk["choices"]):
         kept = found.setdefault(
-            choice["index"], {"text": "", "ids": [], "log_probs": [], "top": []}
+            choice["index"], {"text": "", "ids": [], "log_probs": [], "top": [], "offsets": []}
         )
         kept["text"] += choice["text"]
         kept["ids"] += choice.get("token_ids", [])
         kept["log_probs"] += (choice["logprobs"] or {}).get("token_logprobs", [])
         kept["top"] += (choice["logprobs"] or {}).get("top_logprobs", [])
+        kept["offsets"] += (choice["logprobs"] or {}).get("text_offset", [])
         kept["finish_reason"] = choice["finish_reason"]
     return found
 
 
-def test_a_stream_adds_up_to_the_answer(server: Running) -> None:
-    for logprobs in (0, 3):
-        whole = choices(server.answer(ASKED | {"logprobs": logprobs}))
-        body = ASKED | {"logprobs": logprobs, "stream": True}
-        body["stream_options"] = {"include_usage": True}
-        chunks = events(server.ask("/v1/completions", body)[2])
-        assert [c["usage"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)
-        assert chunks[-1]["choices"] == []
-        tokens = sum(len(one["token_ids"]) for one in whole)
-        assert chunks[-1]["usage"]["completion_tokens"] == tokens
-        joined = _joined(chunks)
-        for one in whole:
-            assert joined[one["index"]] == {
-                "text": one["text"],
-                "ids": one["token_ids"],
-                "log_probs": one["logprobs"]["token_logprobs"],
-                "top": one["logprobs"]["top_logprobs"],
-                "finish_reason": one["finish_reason"],
-            }
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"logprobs": 0},
+        {"logprobs": 3},
+        {"logprobs": 3, "ignore_eos": True, "max_tokens": 40},  # its text leaves out special tokens
+        {"logprobs": 0, "echo": True, "ignore_eos": True, "max_tokens": 40},
+        {"logprobs": 2, "stop": ["1"]},  # its text ends before its tokens
+    ],
+)
+def test_a_stream_adds_up_to_the_answer(server: Running, how: dict[str, Any]) -> None:
+    asked = ASKED | how
+    whole = choices(server.answer(asked))
+    body = asked | {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = events(server.ask("/v1/completions", body)[2])
+    assert [c["usage"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1]["choices"] == []
+    tokens = sum(len(one["token_ids"]) for one in whole)
+    assert chunks[-1]["usage"]["completion_tokens"] == tokens
+    joined = _joined(chunks)
+    for one in whole:
+        assert joined[one["index"]] == {
+            "text": one["text"],
+            "ids": one["token_ids"],
+            "log_probs": one["logprobs"]["token_logprobs"],
+            "top": one["logprobs"]["top_logprobs"],
+            "offsets": one["logprobs"]["text_offset"],
+            "finish_reason": one["finish_reason"],
+        }
 
 
 def test_choices_are_streamed_side_by_side_with_their_alternatives(client: "OpenAI") -> None:

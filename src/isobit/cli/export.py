@@ -16,6 +16,7 @@ from isobit.cli.options import (
 from isobit.cli.start import starting
 from isobit.config.commands import ExportConfig
 from isobit.util.errors import ConfigError
+from isobit.util.terminal import counted
 
 if TYPE_CHECKING:
     from isobit.commands.export import ExportResult
@@ -127,7 +128,7 @@ def _describe(result: "ExportResult", address: str | None = None) -> list[str]:
             own = "quantised anew, from the merged matrices"
         elif result.sampled_in is not None:
             own = f"quantised anew: the run sampled in {result.sampled_in}"
-        lines.append(f"{result.quantised} matrices in {kind}, {own}")
+        lines.append(f"{counted(result.quantised, 'matrices', 'matrix')} in {kind}, {own}")
     if result.format == "int8":
         lines.append(
             "vLLM reads it, on one GPU; in transformers call compressed-tensors' "

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import isobit
 from isobit.parallel.launched import is_launched
-from isobit.util.errors import Interrupted, IsobitError, shown
+from isobit.util.errors import Interrupted, IsobitError, did_you_mean, shown
 from isobit.util.terminal import help_width, prepare, say, settle
 
 COMMANDS = {
@@ -132,7 +132,6 @@ def _obey(words: Sequence[str]) -> int:
 def _no_command(word: str) -> str:
     if word in _ELSEWHERE:
         return f"no command {word!r}: {_ELSEWHERE[word]}; isobit --help has the commands"
-    from isobit.config.refusals import did_you_mean
 
     commands = f"{', '.join(COMMANDS)}{did_you_mean(word, COMMANDS)}"
     return f"no command {word[:40]!r}; the commands are {commands}"

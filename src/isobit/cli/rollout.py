@@ -20,7 +20,7 @@ from isobit.cli.start import obey_as_rank, start_ranks, starting
 from isobit.config.base import MAX_BATCH
 from isobit.config.commands import GenerationConfig
 from isobit.util.disk_space import LineFile, disk_errors
-from isobit.util.terminal import say
+from isobit.util.terminal import counted, say
 
 if TYPE_CHECKING:
     from isobit.parallel.world import World
@@ -86,7 +86,8 @@ def _rollout(arguments: Sequence[str], world: "World | None") -> int:
         return 0
     with _writing(options.out) as take:
         groups = _generate(options, settings, world, take)
-    print(f"{sum(len(group.completions) for group in groups)} completions in {options.out}")
+    made = counted(sum(len(group.completions) for group in groups), "completions")
+    print(f"{made} in {options.out}")
     return 0
 
 
@@ -154,7 +155,7 @@ def _print(groups: "Sequence[Group]") -> None:
     for group in groups:
         for sample, completion in enumerate(group.completions):
             print(
-                f"[{group.prompt.id}, sample {sample}: {completion.length} tokens, "
+                f"[{group.prompt.id}, sample {sample}: {counted(completion.length, 'tokens')}, "
                 f"{completion.finish_reason}]"
             )
             episode = completion.episode

@@ -8,7 +8,7 @@ For GPUs of another machine, this one's main memory, disk and output directory a
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -39,6 +39,7 @@ from isobit.models.folder import base_folder, model_needs
 from isobit.models.hub import is_hub_name
 from isobit.models.tensor_parallel import check_shared_by, with_heads_of_a_rank
 from isobit.precision.flow import PrecisionFlow, build_flow, describe_flow
+from isobit.records.text import Prompt
 from isobit.rewards.grading import Graders
 from isobit.rollout.requests import EngineLimits, check_limits
 from isobit.run.data import SftData
@@ -50,7 +51,7 @@ from isobit.store.disk_plan import DiskPlan, plan_disk
 from isobit.store.resume import preview
 from isobit.util.errors import ConfigError, ModelError
 from isobit.util.machine import Memory
-from isobit.util.terminal import gib
+from isobit.util.terminal import counted, gib
 
 _AT_SERVERS = 1 << 40  # pages: how many servers have is asked when the run begins
 
@@ -118,7 +119,7 @@ class DryRun:
             start = "from random weights"
         return (
             f"model {folder}: {shape.family}, {parameter_count(shape):,} parameters, "
-            f"{shape.num_layers} layers, {start}; precision {self.flow.name}"
+            f"{counted(shape.num_layers, 'layers')}, {start}; precision {self.flow.name}"
         )
 
 
@@ -142,7 +143,7 @@ def plan_training(
     config, plan = recipe.config, read(recipe)
     check_started(config, config.cluster.processes)
     plan = replace(plan, learning=(*notes, *plan.learning))
-    rewards = describe_rewards(config.reward)
+    rewards = describe_rewards(config.reward, plan.data.graded)
     model = plan.model.config
     flow = build_flow(config.precision, decoder_shape(model))
     here = card is None
@@ -278,13 +279,16 @@ def _step_work(
     )
 
 
-def describe_rewards(reward: RewardConfig | None) -> Sequence[str]:
+def describe_rewards(
+    reward: RewardConfig | None, graded: Mapping[str, Sequence[Prompt]]
+) -> Sequence[str]:
     """The rewards with the forms that were recognised.  Raises RewardError for one that cannot be
-    loaded.
+    loaded, or that takes columns which prompts of the sets ``graded`` have not.
     """
     if reward is None:
         return ()
     with Graders(reward) as graders:
+        graders.check_columns(graded)
         return graders.describe()
 
 

@@ -95,7 +95,7 @@ def _evaluate(
             generate(engine, asked)
             engine.release()
         return {}
-    graders.describe()
+    graders.check_columns({name: [one.prompt for one in of] for name, of in requests.items()})
     device = model.policy.device
     rewards = ModelRewards(config.reward, reward_models, device, data.date)
     models = rewards.scores(engine.release)

@@ -293,7 +293,7 @@ def compare_flows(
         requests = [one for every in asked.values() for one in every]
         with Graders(config.reward) if graded else nullcontext() as graders:
             if graders is not None:
-                graders.describe()
+                graders.check_columns(sets)
             console = console or silent()
             bench = _Bench(described, config, requests, answers, graders, folders, console)
             figures = [bench.measure(one) for one in figures]

@@ -121,6 +121,24 @@ def common_names(model: type[BaseModel]) -> Mapping[str, str]:
     return {name: key for key in ordered for name in keys[key]}
 
 
+@cache
+def foreign_values() -> Mapping[tuple[str, str], str]:
+    """What to do in place of a value, by our key and the value in small letters."""
+    """What to do in place of a value, by our key and the value in small letters."""
+    tables = tomllib.loads(Path(__file__).with_name("foreign.toml").read_text(encoding="utf-8"))
+    return {
+        (key, name): table["say"]
+        for table in tables["value"]
+        for key in table["keys"]
+        for name in table["names"]
+    }
+
+
+def foreign_value(key: str, value: str) -> str:
+    """What to do in place of a value of ``key`` that other programs take; empty for any other."""
+    return foreign_values().get((key, value.lower().replace("-", "_")), "")
+
+
 _NamedRow = tuple[str, ForeignRow]
 
 

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from isobit.config.base import MAX_FACTOR, Strict
-from isobit.util.user_code import near_name
+from isobit.util.errors import did_you_mean
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linears of attention and MLPs that can have an adapter, by PEFT's names, in the order of the
@@ -54,7 +54,7 @@ class LoraConfig(Strict):
         known = *KNOWN_TARGETS, ALL_LINEAR
         unknown = next((name for name in value if name not in known), None)
         if not value or unknown is not None:
-            near = near_name(unknown or "", known).removeprefix("; ")
+            near = did_you_mean(unknown or "", known).removeprefix("; ")
             hint = f" ({near})" if near else ""
             raise PydanticCustomError(
                 "targets",

@@ -4,13 +4,12 @@ expected and what to do, a misspelt key with the right one, another framework's 
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from isobit.config.foreign import Reasons, foreign_answer
+from isobit.config.foreign import Reasons, foreign_answer, foreign_value
 from isobit.config.keys import (
     ErrorPlace,
     all_keys,
@@ -21,7 +20,7 @@ from isobit.config.keys import (
     locate,
 )
 from isobit.config.recipes import RECIPES
-from isobit.util.errors import ConfigError
+from isobit.util.errors import ConfigError, did_you_mean
 
 _LONGEST_VALUE = 60
 _IN_WORDS = {
@@ -120,13 +119,6 @@ def _listed(words: Sequence[str], last: str) -> str:
     return f"{', '.join(others)} {last} {end}" if others else end
 
 
-def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """``; did you mean X?``, or nothing where no candidate is near."""
-    cutoff = 0.6 if len(word) > 2 else 0.75  # two letters of four are no likeness
-    near = get_close_matches(word, list(candidates), n=1, cutoff=cutoff)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def _explain(detail: ErrorDetails, model: type[BaseModel], reasons: Reasons) -> list[str]:
     """The lines about an error: one, or one for each name of another framework in a table."""
     place = locate(model, detail["loc"])
@@ -201,6 +193,7 @@ def _as_listed(path: str) -> str:
 def _explain_value(detail: ErrorDetails, model: type[BaseModel], path: str) -> str:
     context = detail.get("ctx", {})
     key = context.get("discriminator", "").strip("'")
+    taken: Sequence[str] = ()
     match detail["type"]:
         case "union_tag_not_found":
             *kinds, last = choices(model, detail["loc"])
@@ -209,20 +202,30 @@ def _explain_value(detail: ErrorDetails, model: type[BaseModel], path: str) -> s
             )
         case "union_tag_invalid":
             tags = context["expected_tags"].replace(", ", " or ")
-            near = did_you_mean(str(context["tag"]), choices(model, detail["loc"]))
-            return f"{path}.{key}: should be {tags}, but it is {context['tag']!r}{near}"
+            instead = _instead(f"{path}.{key}", context["tag"], choices(model, detail["loc"]))
+            return f"{path}.{key}: should be {tags}, but it is {context['tag']!r}{instead}"
         case "dict_type" if has_named_tables(locate(model, detail["loc"]).takes):
             message = f"should be a table with a table {path}.NAME in it"
         case _ if detail["type"] == _KINDS:
-            message = f"should be {_listed(context['kinds'], 'or')}"
+            taken = context["kinds"]
+            message = f"should be {_listed(taken, 'or')}"
         case _:
-            message = _expected(detail)
+            taken, message = _kinds(detail), _expected(detail)
     text = repr(detail["input"])
     if text in ("'None'", "'null'", "'~'"):
         return f"{path}: {message}; leave the key out for no value"
     if len(text) > _LONGEST_VALUE:
         text = f"{text[: _LONGEST_VALUE - 3]}..."
-    return f"{path}: {message}, but it is {text}"
+    words = [kind[1:-1] for kind in taken if kind.startswith("'")]
+    return f"{path}: {message}, but it is {text}{_instead(path, detail['input'], words)}"
+
+
+def _instead(path: str, value: Any, words: Sequence[str]) -> str:
+    """What to write for a value that is none of the ``words``, behind a semicolon, if known."""
+    if not isinstance(value, str) or not words:
+        return ""
+    said = foreign_value(path, value)
+    return f"; {said}" if said else did_you_mean(value, words)
 
 
 def _suggest(path: str, siblings: list[str], model: type[BaseModel]) -> str:

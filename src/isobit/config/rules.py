@@ -26,6 +26,7 @@ from isobit.config.rollout import RolloutConfig, RunRolloutConfig
 from isobit.config.tables import CheckpointConfig, ClusterConfig, EvaluationConfig
 from isobit.config.training import OptimisationConfig, TrainingConfig
 from isobit.util.errors import ConfigError
+from isobit.util.terminal import counted
 
 
 def check_run(config: RunConfig) -> None:
@@ -132,7 +133,7 @@ def check_started(config: Recipe, processes: int) -> None:
     """Refuse rollouters, servers and engines that do not go with the number of processes that a run
     has, which torchrun may have started.
     """
-    started = "1 process" if processes == 1 else f"{processes} processes"
+    started = counted(processes, "processes", "process")
     rollouters, rollout = config.cluster.rollouters, config.rollout
     if rollouters >= processes:
         raise ConfigError(

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from isobit.config.refusals import did_you_mean
-from isobit.util.errors import ConfigError
+from isobit.util.errors import ConfigError, did_you_mean
 
 _PACKAGE = Path(__file__).parents[1]
 _NAMED = re.compile(r"\brecipes/([\w.]+\w)")

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType, MappingProxyType
@@ -24,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from isobit.data.template_limits import Allowance, compiled, limited
 from isobit.data.tokenizer import LARGEST_TEXT
+from isobit.util.errors import did_you_mean
 from isobit.util.plain_files import read_plain
 
 MAX_LINES = 1_000_000
@@ -146,10 +146,9 @@ def check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizer
             raise ValueError(f"{name!r} is no variable of a template: rendering sets it itself")
         if not mentions(tokenizer, name):
             known = {name for one in _templates(tokenizer) for name in _names(one)}
-            near = get_close_matches(name, sorted(known - _TAKEN), n=1)
-            other = "leave it out, or name one that the folder's chat template reads"
-            hint = f"; did you mean {near[0]!r}?" if near else f"; {other}"
-            raise ValueError(f"the chat template reads no variable {name!r}{hint}")
+            hint = did_you_mean(name, sorted(known - _TAKEN))
+            other = "; leave it out, or name one that the folder's chat template reads"
+            raise ValueError(f"the chat template reads no variable {name!r}{hint or other}")
 
 
 @lru_cache(16)

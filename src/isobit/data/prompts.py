@@ -20,6 +20,7 @@ from isobit.data.sources import Row, load_rows
 from isobit.records.messages import Message, calls_of, written_arguments
 from isobit.records.text import Prompt
 from isobit.util.errors import DataError
+from isobit.util.terminal import counted
 
 
 def prompts_sha256(prompts: Sequence[Prompt]) -> str:
@@ -119,8 +120,8 @@ class Noticed:
             lines.append(f"{name}: {self.empty} of {self.rows} prompts are empty")
         if self.unanswered:
             lines.append(
-                f"{name}: {self.unanswered} answers are empty, so that the model learns to end at "
-                "once; drop them if that is not meant"
+                f"{name}: {counted(self.unanswered, 'answers')} without text, so that the model "
+                "learns to end at once; drop them if that is not meant"
             )
         if self.rendered:
             lines.append(
@@ -151,7 +152,7 @@ class Noticed:
             )
         if self.unlearnt:
             lines.append(
-                f"{name}: {self.unlearnt} answers are marked as not to be learnt: left out"
+                f"{name}: {counted(self.unlearnt, 'answers')} marked as not to be learnt: left out"
             )
         if self.wanted:
             roles = ", ".join(map(repr, sorted(self.wanted)))

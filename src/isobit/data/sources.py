@@ -47,7 +47,7 @@ from isobit.records.messages import (
 )
 from isobit.starter import starter_folder
 from isobit.util.errors import DataError
-from isobit.util.terminal import say
+from isobit.util.terminal import counted, say
 
 
 class GivenRows:
@@ -170,7 +170,7 @@ def mixed(
             if len(ended) == (len(sources) if mixture.stop == "all_exhausted" else 1):
                 break
     counts = ", ".join(f"{taken[name]} of {name}" for name in sources)
-    say(f"isobit: mixture of {taken.total()} rows: {counts} ({mixture.stop})")
+    say(f"isobit: mixture of {counted(taken.total(), 'rows')}: {counts} ({mixture.stop})")
 
 
 class _Ahead(Generic[_Source, _Item]):

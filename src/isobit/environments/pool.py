@@ -27,9 +27,8 @@ from isobit.records.messages import Message
 from isobit.rewards.grade import LARGEST, Failure
 from isobit.rewards.messages import frame
 from isobit.rewards.pool import START_DEADLINE_S, GraderProcess
-from isobit.util.errors import ToolError
+from isobit.util.errors import ToolError, did_you_mean
 from isobit.util.option_secrets import from_environment
-from isobit.util.user_code import near_name
 
 PLACES = {name: f"isobit.environments.shipped:{name.title()}" for name in ENVIRONMENTS}
 """Environments that ship with Isobit, by name."""
@@ -145,7 +144,7 @@ class Environments(Generic[Key]):
         if config.kind == "class" and ":" not in place and not place.endswith(".py"):
             raise ToolError(
                 f"cannot read the environment {place!r}; expected 'path/to/file.py:Class', "
-                f"'module:Class' or one of {', '.join(PLACES)}{near_name(place, PLACES)}"
+                f"'module:Class' or one of {', '.join(PLACES)}{did_you_mean(place, PLACES)}"
             )
         self._start = HostStart(
             config.kind,

@@ -42,6 +42,7 @@ from isobit.models.shapes import model_shape
 from isobit.precision.flow import Graph, PrecisionFlow, build_flow
 from isobit.precision.quant_tensor import EIGHT_BITS, Format
 from isobit.records.packing import answers_within
+from isobit.util.terminal import counted
 
 ROWS = Path(__file__).with_name("speed.json")
 Row = Mapping[str, Any]
@@ -530,7 +531,7 @@ def describe_step(step: StepTime, steps: int | None, card: Card, processes: int)
     speed = measured_speed()
     parts = {"rollout": step.rollout, "scoring": step.scoring, "training": step.training}
     each = ", ".join(f"{name} {_seconds(time)}" for name, time in parts.items() if time)
-    run = "" if steps is None else f"; {_hours(steps * step.total)} for {steps:,} steps"
+    run = "" if steps is None else f"; {_hours(steps * step.total)} for {counted(steps, 'steps')}"
     tokens = [f"{step.trained_per_s:,.0f} trained"]
     if step.generated:
         tokens.insert(0, f"{step.generated_per_s:,.0f} generated")

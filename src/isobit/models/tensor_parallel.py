@@ -45,6 +45,7 @@ from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK, E4M3, Int8Rows, QuantTensor, num_blocks
 from isobit.util.errors import ConfigError
+from isobit.util.terminal import counted
 
 Cuts = tuple[int, ...]  # rank r has `cuts[r]` to `cuts[r + 1]`
 _SMALL = 16  # a number of rows that GPU products accept, for sizes with too few blocks of 128
@@ -245,7 +246,7 @@ def check_ranks(rollout_tp: int, world: World) -> None:
 def check_shared_by(processes: int, rollout_tp: int) -> None:
     """Raises ConfigError for a run whose processes do not share engines by ``rollout_tp``."""
     if processes % rollout_tp:
-        started = "1 process" if processes == 1 else f"{processes} processes"
+        started = counted(processes, "processes", "process")
         raise ConfigError(
             f"cluster.rollout_tp is {rollout_tp}, but the run has {started}, which do not share "
             f"engines by {rollout_tp}; start a multiple of {rollout_tp} (--cluster.processes N), "

@@ -161,13 +161,13 @@ def rewards_of_step(run: WatchedRun, values: Values) -> dict[str, Any]:
     source = values.get("source") or ("train" if "train" in sources else (*sources, "")[0])
     steps = completions.index.steps_of(source)
     step = number(values, "step", int)
-    at = len(steps) - 1 if step is None else int(np.searchsorted(steps, step))
     if step is None and len(steps):
         step = int(steps[-1])
+    at = 0 if step is None else int(np.searchsorted(steps, step))
     rewards = completions.step_rewards(step, source) if step is not None else []
     name = "training" if source == "train" else source
     chart = draw_histogram(f"Rewards of step {step}, {name}", rewards)
-    behind = at + 1 if 0 <= at < len(steps) and steps[at] == step else at
+    behind = at + 1 if at < len(steps) and steps[at] == step else at
     return {
         "html": "" if chart is None else fill("viewer.html", part="histogram", chart=chart),
         "step": step,

@@ -33,7 +33,7 @@ from isobit.observe.evaluation import EvalResult
 from isobit.records.metrics import METRICS, Kind, Metrics
 from isobit.rollout.engine_stats import Progress
 from isobit.util.files import LARGE
-from isobit.util.terminal import Standard, gib
+from isobit.util.terminal import Standard, counted, gib
 
 GOOD, BAD, WARNING = "green", "bold red", "yellow"
 """Styles of a terminal, which a file never has."""
@@ -267,7 +267,8 @@ def silent() -> Console:
 def describe_policy(name: str, policy: Policy) -> str:
     layers, trained = policy.config.num_layers, sum(map(prod, policy.shapes.values()))
     parameters = parameter_count(policy.config) if policy.config.lora is not None else trained
-    line = f"model {name}: {policy.config.family}, {parameters:,} parameters, {layers} layers"
+    size = f"{parameters:,} parameters, {counted(layers, 'layers')}"
+    line = f"model {name}: {policy.config.family}, {size}"
     lora = policy.config.lora
     if lora is None:
         return line
@@ -293,13 +294,13 @@ def describe_result(name: str, result: EvalResult) -> str:
         text += f" (95% interval {low} to {high})"
     if result.right is not None:
         text += f", {100 * result.right:.1f}% exactly right (reward at least 1)"
-    text += f" on {result.problems} problems"
+    text += f" on {counted(result.problems, 'problems')}"
     text += f", {result.samples} samples each" if result.samples > 1 else ""
     text += "".join(
         f", pass@{k} {100 * value:.1f}%" for k, value in result.pass_at.items() if k > 1
     )
     text += f", length {result.response_length:.1f}"
-    text += f", {result.failed} rewards failed" if result.failed else ""
+    text += f", {counted(result.failed, 'rewards')} failed" if result.failed else ""
     met = ", ".join(f"{number:,} {kind}" for kind, number in result.counts.items())
     return text + (f"; graders met: {met}" if met else "")
 

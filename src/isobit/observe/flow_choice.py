@@ -19,7 +19,7 @@ from isobit.observe.evaluation import EvalResult
 from isobit.observe.intervals import Z_95, Interval
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import EIGHT_BITS
-from isobit.util.terminal import gib
+from isobit.util.terminal import counted, gib
 
 THRESHOLD = 0.01
 """The loss of accuracy against ``bf16`` that a recommended flow must exclude, by default."""
@@ -286,7 +286,7 @@ def _why_none(found: Comparison, fit: Sequence[FlowFigures], limit: str) -> tupl
         return True, f"every 8-bit flow loses more than {limit}"
     best = min(undecided, key=lambda one: math.inf if one.closeness is None else one.closeness.rms)
     if best.difference is None:
-        return False, f"{found.problems} problems decide nothing; give more"
+        return False, f"{counted(found.problems, 'problems')} cannot decide it; give more"
     needed = problems_needed(differences_of(best.scores, found.base.scores), found.threshold)
     more = "no number would" if needed is None else f"about {needed:,} would"
     return False, (
@@ -393,7 +393,8 @@ def _millions(count: int) -> str:
 def _what(found: Comparison) -> str:
     if found.base.closeness is None:
         return f"memory and speed on one {found.card}"
-    return f"{found.problems:,} prompts, {found.tokens:,} tokens of answers scored in each flow"
+    prompts, tokens = counted(found.problems, "prompts"), counted(found.tokens, "tokens")
+    return f"{prompts}, {tokens} of answers scored in each flow"
 
 
 def _accuracy_cells(found: Comparison, one: FlowFigures) -> _Cells:

@@ -18,7 +18,7 @@ from isobit.observe.report.headline import Tile
 from isobit.observe.report.series import Curve
 from isobit.observe.report.templates import render_page, write_page
 from isobit.precision.quant_tensor import EightBitFigures, Format, together
-from isobit.util.terminal import gib
+from isobit.util.terminal import counted, gib
 
 WORST = 5
 """Matrices with the highest error that the text lists."""
@@ -99,7 +99,7 @@ def _describe_model(found: Inspection) -> list[str]:
             mlp += f" and one of {experts.shared_size:,}"
     head = "score head" if config.score_head else "tied" if config.tied_embeddings else "untied"
     return [
-        f"{config.family}, {found.parameters:,} parameters, {config.num_layers} layers",
+        f"{config.family}, {found.parameters:,} parameters, {counted(config.num_layers, 'layers')}",
         f"hidden {config.hidden_size:,}, {heads}, {mlp}",
         f"vocabulary {config.vocab_size:,} ({head}), context {config.max_positions:,}",
     ]
@@ -293,7 +293,7 @@ def _tiles(found: Inspection) -> list[Tile]:
     short = (f"{number / unit:.3g}{name}" for unit, name in units if number >= 0.9995 * unit)
     formats = ", ".join(one.format for one in found.formats)
     tiles = [
-        Tile("parameters", next(short, str(number)), f"{found.config.num_layers} layers"),
+        Tile("parameters", next(short, str(number)), counted(found.config.num_layers, "layers")),
         Tile("on the disk", gib(found.num_bytes), f"{formats}; {_files(found)}"),
     ]
     if found.matrices:

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from isobit.util.terminal import counted
+
 REASONS_WITHOUT_SIGNAL: Mapping[str, tuple[str, str]] = {
     "failed": ("without a valid reward", "the first error of the reward is noted above"),
     "excluded": (
@@ -54,9 +56,10 @@ def describe_reasons(counts: Mapping[str, float], advise: bool = False) -> str:
     if not reasons:
         return "no completions"
     parts = [f"{count:,.0f} {REASONS_WITHOUT_SIGNAL[name][0]}" for name, count in reasons]
+    completions = counted(round(total), "completions")
     if len(reasons) == 1:
-        text = f"{total:,.0f} completions, all {REASONS_WITHOUT_SIGNAL[reasons[0][0]][0]}"
+        text = f"{completions}, all {REASONS_WITHOUT_SIGNAL[reasons[0][0]][0]}"
     else:
-        text = f"{total:,.0f} completions, {', '.join(parts[:-1])} and {parts[-1]}"
+        text = f"{completions}, {', '.join(parts[:-1])} and {parts[-1]}"
     most = max(reasons, key=lambda pair: pair[1])[0]
     return f"{text}; {REASONS_WITHOUT_SIGNAL[most][1]}" if advise else text

@@ -2,6 +2,7 @@
 
     with Graders(config.reward) as graders:
         graders.describe()                  waits until the rewards are loaded, or refuses them
+        graders.check_columns(sets)         refuses prompts without columns that they take
         graders.submit(group)               as soon as a group is complete
         graders.poll()                      now and then, during other work
         stats = graders.collect(groups)     fills their rewards
@@ -29,9 +30,11 @@ from isobit.rewards.counts import take
 from isobit.rewards.grade import Outcome, failure_of, outcome_of
 from isobit.rewards.load import RewardFunction, load_reward
 from isobit.rewards.pool import Inside, Pool, Task, Watch
-from isobit.rewards.signatures import Reward
+from isobit.rewards.reference_check import check_columns
+from isobit.rewards.signatures import Columns, Reward
 from isobit.rewards.tally import GradeStats, Tally
 from isobit.util.errors import RewardError
+from isobit.util.terminal import counted
 
 Grading: TypeAlias = Callable[[Sequence[Group]], GradeStats]
 """Fills the rewards of groups; raises RewardError if too many failed."""
@@ -144,11 +147,18 @@ class Graders:
             return lines
         if isinstance(self._scoring, Pool):
             count, config = self._scoring.size, self._config
-            who = f"{count} processes" if count > 1 else "1 process"
+            who = counted(count, "processes", "process")
             lines[-1] += f"; {who}, {config.deadline_s:g} s and {config.memory_mib:,} MiB each"
         else:
             lines[-1] += "; in the process of the run"
         return lines
+
+    def check_columns(self, sets: Mapping[str, Sequence[Prompt]]) -> None:
+        """See whether all prompts of the sets have the columns that the rewards take; waits until
+        these are loaded. Raises RewardError where some have not.
+        """
+        for part, columns in self._scoring.columns().items():
+            check_columns(self._parts[part].function or "", columns, sets)
 
     def submit(self, group: Group) -> None:
         """Start grading a group whose completions are all there. Raises as ``collect`` does."""
@@ -255,6 +265,9 @@ class InProcess:
 
     def describe(self) -> Mapping[str, str]:
         return {name: reward.describe() for name, reward in self._rewards.items()}
+
+    def columns(self) -> Mapping[str, Columns]:
+        return {name: reward.columns() for name, reward in self._rewards.items()}
 
     def submit(self, task: Task) -> None:
         """Nothing is done before ``wait``."""

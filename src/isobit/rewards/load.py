@@ -15,9 +15,9 @@ from isobit.records.text import Completion, Prompt
 from isobit.rewards.graders import GRADERS
 from isobit.rewards.python_rewards import PREFIX, given_reward
 from isobit.rewards.signatures import Reward, recognise
-from isobit.util.errors import RewardError
+from isobit.util.errors import RewardError, did_you_mean
 from isobit.util.option_secrets import from_environment
-from isobit.util.user_code import describe_missing, near_name, run_file
+from isobit.util.user_code import describe_missing, run_file
 
 RewardFunction: TypeAlias = Callable[[Prompt, Completion], float | None]
 _NO_MEMORY = ("annot allocate memory", "failed to map segment")
@@ -47,7 +47,7 @@ def load_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
         raise RewardError(
             f"cannot read the reward {name!r}; expected 'module:function', "
             f"'path/to/file.py:function' or one of {', '.join(map(repr, GRADERS))}"
-            f"{near_name(name, GRADERS)}"
+            f"{did_you_mean(name, GRADERS)}"
         )
     module = (
         _from_file(Path(module_name)) if module_name.endswith(".py") else _from_module(module_name)

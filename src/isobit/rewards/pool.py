@@ -35,7 +35,7 @@ from isobit.rewards.counts import bounded
 from isobit.rewards.grade import LARGEST, Failure, Outcome
 from isobit.rewards.messages import LINE_LIMIT, frame
 from isobit.rewards.python_rewards import PREFIX, packed_reward
-from isobit.rewards.signatures import Mode
+from isobit.rewards.signatures import Columns, Mode
 from isobit.rewards.worker import GraderStart
 from isobit.util.errors import RewardError, how_it_ended
 from isobit.util.strict_json import parsed_line
@@ -225,6 +225,7 @@ class Pool:
         self._deadline_s = deadline_s
         self._modes: dict[str, Mode] = {}
         self._descriptions: dict[str, str] = {}
+        self._columns: dict[str, Columns] = {}
         self._queue: deque[Task] = deque()
         self._failed_starts = self._barren_ends = 0
         self._workers: list[GraderSlot] = []
@@ -242,6 +243,11 @@ class Pool:
         while not self._descriptions:
             self._attend(TICK_S)
         return self._descriptions
+
+    def columns(self) -> Mapping[str, Columns]:
+        """The columns that each reward takes. Waits and raises as ``describe`` does."""
+        self.describe()
+        return self._columns
 
     def submit(self, task: Task) -> None:
         """Put a task into the queue. Raises as ``poll`` does."""
@@ -328,8 +334,9 @@ class Pool:
         match message:
             case {"ready": dict(parts)} if not worker.is_ready and self._are_parts(parts):
                 worker.is_ready, self._failed_starts = True, 0
-                self._modes = {part: mode for part, (mode, _) in parts.items()}
-                self._descriptions = {part: text for part, (_, text) in parts.items()}
+                self._modes = {part: mode for part, (mode, _, _) in parts.items()}
+                self._descriptions = {part: text for part, (_, text, _) in parts.items()}
+                self._columns = {part: columns for part, (_, _, columns) in parts.items()}
             case {"refused": str(text)} if not worker.is_ready:
                 raise RewardError(text)
             case {"fatal": str(text)} if worker.is_ready:
@@ -341,9 +348,10 @@ class Pool:
     def _are_parts(self, parts: Mapping[str, Any]) -> bool:
         return parts.keys() == self._start.rewards.keys() and all(
             isinstance(part, list)
-            and len(part) == 2
+            and len(part) == 3
             and part[0] in _MODES
             and isinstance(part[1], str)
+            and _are_columns(part[2])
             for part in parts.values()
         )
 
@@ -410,6 +418,13 @@ class Pool:
                 f"{BARREN_ENDS} grading processes in a row ended without a single reward; of the "
                 f"last: {failure.message}"
             )
+
+
+def _are_columns(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(places, list) and all(isinstance(place, str) for place in places)
+        for places in value
+    )
 
 
 def _outcome_of(answer: Mapping[str, Any]) -> Outcome:

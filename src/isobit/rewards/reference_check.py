@@ -1,4 +1,6 @@
-"""Checks, before a run begins, that graders can use the reference answers of its prompts."""
+"""Checks, before a run begins, that rewards can use the reference answers and the columns of its
+prompts.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,6 +10,7 @@ from isobit.data.tasks import TASK_COLUMN
 from isobit.records.text import Prompt
 from isobit.rewards.graders import REFERENCES
 from isobit.rewards.graders.text import UnusableReferenceError, references
+from isobit.rewards.signatures import Columns, columns_of, missing_columns
 from isobit.util.errors import RewardError
 
 
@@ -32,6 +35,24 @@ def check_references(
         for name, prompts in sets.items():
             lines += _unusable(grader, column, name, prompts)
     return lines
+
+
+def check_columns(reward: str, columns: Columns, sets: Mapping[str, Sequence[Prompt]]) -> None:
+    """Raise ``RewardError`` where prompts have not the columns that the function ``reward`` takes,
+    with the first set that has such prompts, and the first of them.
+    """
+    for name, prompts in sets.items() if columns else ():
+        lacking, first = 0, None
+        for prompt in prompts:
+            if missing_columns(columns, prompt):
+                lacking, first = lacking + 1, first or prompt
+        if first is not None:
+            raise RewardError(
+                f"the reward {reward!r} takes {missing_columns(columns, first)}, which {lacking:,} "
+                f"of the {len(prompts):,} prompts of {name} do not have, the first is {first.id}; "
+                f"{columns_of(first)}; rename the column in the data, or write a function that "
+                "takes it by its name there"
+            )
 
 
 def _check_tasks(name: str, prompts: Sequence[Prompt]) -> None:

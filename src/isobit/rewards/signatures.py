@@ -18,7 +18,7 @@ parameters.
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from isobit.records.messages import without_beginning
 from isobit.records.text import Completion, Prompt
@@ -36,14 +36,23 @@ Mode = Literal["each", "concurrent", "together"]
 call.
 """
 
+Columns: TypeAlias = Sequence[Sequence[str]]
+"""What a prompt's row must have: for each parameter the columns of which one is enough. A key of a
+table in a column stands behind a dot.
+"""
+
 FORMS = (
     "the forms are (prompt, completion) -> float, TRL's (completions, **columns) -> list of floats "
     "and verl's (solution_str, ground_truth) -> float, told apart by these names"
 )
 _VERL_ANSWERS = ("solution_str", "model_output", "predict_str")
 """Names of the answer in verl's own functions; only the first one identifies the form by itself."""
+_VERL_TRUTHS = ("ground_truth", "reward_model.ground_truth", "answer")
+"""The places of verl's ground truth in a row, in the order in which they are looked at."""
 _IGNORED = {"log_extra", "log_metric"}
 """Logging callables of TRL, which do nothing here."""
+_NO_COLUMNS = ("prompt", "completion")
+"""Columns of TRL's datasets that its functions are not given by these names."""
 
 
 class Reward:
@@ -75,7 +84,9 @@ class Reward:
             self.mode = "concurrent"
         self._check_options()
         unknown = self._required - set(self.given) - set(self._options)
-        if unknown and not self.takes_columns:
+        if self.takes_columns:
+            unknown &= set(_NO_COLUMNS)
+        if unknown:
             raise RewardError(
                 f"the reward {name!r} has {self.form} form, but nothing gives its parameters "
                 f"{_listed(unknown)}; give them in reward.options, or a default; {FORMS}"
@@ -89,6 +100,10 @@ class Reward:
         kind = "async, " if self._is_async else ""
         confined = f"; {self._sandbox()}" if self.name in SANDBOXED else ""
         return f"{self.name} ({kind}{self.form} form: {', '.join([*names, *options])}){confined}"
+
+    def columns(self) -> Columns:
+        """The columns that a prompt must have for this reward."""
+        return ()
 
     def _sandbox(self) -> str:
         try:
@@ -130,6 +145,13 @@ class Reward:
         """The form's arguments for these completions, by the function's names."""
         raise NotImplementedError
 
+    def _check_columns(self, prompt: Prompt) -> None:
+        if missing := missing_columns(self.columns(), prompt):
+            raise RewardError(
+                f"the reward {self.name!r} takes {missing}, which prompt {prompt.id} does not "
+                f"have; {columns_of(prompt)}"
+            )
+
     def _takes(self, name: str) -> bool:
         return name in self._named or self._any_name
 
@@ -163,6 +185,9 @@ class TrlReward(Reward):
     mode: Mode = "together"
     takes_columns = True
 
+    def columns(self) -> Columns:
+        return [[name] for name in sorted(self._required - set(self.given) - set(self._options))]
+
     def grade(
         self, prompt: Prompt, completions: Sequence[Completion]
     ) -> Iterator[tuple[int, Outcome]]:
@@ -175,6 +200,7 @@ class TrlReward(Reward):
             yield index, value if isinstance(value, Failure) else outcome_of(value)
 
     def _arguments(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
+        self._check_columns(prompt)
         content = prompt.text if prompt.content is None else prompt.content
         texts: list[Any] = [completion.whole_text for completion in completions]
         if not isinstance(content, str):
@@ -189,14 +215,9 @@ class TrlReward(Reward):
         values |= {
             name: [value] * len(completions)
             for name, value in prompt.row.items()
-            if name not in values and name not in ("prompt", "completion")
+            if name not in values and name not in _NO_COLUMNS
         }
         values |= {name: _nothing for name in _IGNORED if name in self._named}
-        if missing := self._required - set(values) - set(self._options):
-            raise RewardError(
-                f"the reward {self.name!r} takes {_listed(missing)}, which prompt {prompt.id} does "
-                f"not have; {_columns(prompt)}"
-            )
         return {name: value for name, value in values.items() if self._takes(name)}
 
 
@@ -214,7 +235,16 @@ class VerlReward(Reward):
     form = "verl's"
     given = (*_VERL_ANSWERS, "data_source", "ground_truth", "extra_info")
 
+    def columns(self) -> Columns:
+        found: list[Sequence[str]] = []
+        if "data_source" in self._required:
+            found.append(["data_source"])
+        if "ground_truth" in self._named:
+            found.append(_VERL_TRUTHS)
+        return found
+
     def _arguments(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
+        self._check_columns(prompt)
         text = completions[0].whole_text
         values: dict[str, Any] = {name: text for name in _VERL_ANSWERS if name in self._named}
         if self._takes("ground_truth"):
@@ -223,26 +253,14 @@ class VerlReward(Reward):
             values["extra_info"] = dict(prompt.row.get("extra_info") or {})
         if self._takes("data_source") and "data_source" in prompt.row:
             values["data_source"] = prompt.row["data_source"]
-        if missing := (self._required & set(self.given)) - set(values):
-            raise RewardError(
-                f"the reward {self.name!r} takes {_listed(missing)}, which prompt {prompt.id} does "
-                f"not have; {_columns(prompt)}"
-            )
         return values
 
     def _ground_truth(self, prompt: Prompt) -> dict[str, Any]:
-        row, model = prompt.row, prompt.row.get("reward_model")
-        if isinstance(model, Mapping) and "ground_truth" not in row:
-            row = {**row, **{name: model[name] for name in ("ground_truth",) if name in model}}
-        for column in ("ground_truth", "answer"):
-            if column in row:
-                return {"ground_truth": row[column]}
-        if "ground_truth" not in self._named:
+        place = next((place for place in _VERL_TRUTHS if _has(prompt.row, place)), None)
+        if place is None:
             return {}
-        raise RewardError(
-            f"the reward {self.name!r} takes ground_truth, but prompt {prompt.id} has no column "
-            f"'ground_truth', 'reward_model' with it, or 'answer'; {_columns(prompt)}"
-        )
+        table, _, name = place.rpartition(".")
+        return {"ground_truth": (prompt.row[table] if table else prompt.row)[name]}
 
 
 def recognise(
@@ -364,7 +382,20 @@ def _nothing(*_: Any, **__: Any) -> None:
     """The stand-in for a callable of TRL's trainer."""
 
 
-def _columns(prompt: Prompt) -> str:
+def missing_columns(columns: Columns, prompt: Prompt) -> str:
+    """The ``columns`` that a prompt has not, in words; empty where it has all."""
+    missing = [places for places in columns if not any(_has(prompt.row, place) for place in places)]
+    return ", ".join(" or ".join(map(repr, places)) for places in missing)
+
+
+def _has(row: Mapping[str, Any], place: str) -> bool:
+    table, _, name = place.rpartition(".")
+    values = row.get(table) if table else row
+    return isinstance(values, Mapping) and name in values
+
+
+def columns_of(prompt: Prompt) -> str:
+    """A prompt's columns, in words."""
     return f"its columns are {_listed(prompt.row)}"
 
 

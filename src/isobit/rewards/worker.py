@@ -6,7 +6,7 @@ A fork of the grader that returns from a reward ends instead of grading on.
 Messages (``isobit.rewards.messages``) to the grader: first ``GraderStart``, then (part, prompt,
 completions) each time. From the grader:
 
-    {"ready": {part: [mode, description]}} or {"refused": message}
+    {"ready": {part: [mode, description, columns]}} or {"refused": message}
     {"item": i, "value": 1.0} or {"item": i, "kind": .., "message": ..} for each completion; with
         "last" the process ends after it, since its state is unknown; "counts" are what graders
         counted since the last answer, by kind
@@ -80,7 +80,10 @@ class Grader:
         except BaseException as error:  # such as a KeyboardInterrupt that the module raises
             self._refuse(f"a reward cannot be loaded: {type(error).__name__}: {error}")
         take()  # counts made while loading belong to no answer
-        ready = {part: [reward.mode, reward.describe()[:400]] for part, reward in rewards.items()}
+        ready = {
+            part: [reward.mode, reward.describe()[:400], reward.columns()]
+            for part, reward in rewards.items()
+        }
         self._reply({"ready": ready})
         return rewards
 

@@ -7,7 +7,7 @@ Reinforcement learning learns from prompts, fine-tuning from examples or from pa
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -47,6 +47,7 @@ from isobit.rollout.episodes import Tools
 from isobit.rollout.requests import Request
 from isobit.run.acting import grades_by_environment, open_environments, read_tools
 from isobit.util.errors import ModelError
+from isobit.util.terminal import counted
 
 Lesson: TypeAlias = Example | Pair
 """What fine-tuning learns from: an example of supervised fine-tuning, a pair of preferences."""
@@ -86,6 +87,11 @@ class TrainingData(ABC, Generic[Item]):
         """The prompts to learn from, in the order of the rows."""
         return Mapped(self.items, prompt_of)
 
+    @property
+    def graded(self) -> dict[str, Sequence[Prompt]]:
+        """The prompts to which completions may be graded, by the key of their set."""
+        return {f"data.eval.{name}": Mapped(of, prompt_of) for name, of in self.sets.items()}
+
     def digests(self) -> dict[str, str]:
         """SHA-256 of each set."""
         sets = {"train": self.items, **{f"eval.{name}": of for name, of in self.sets.items()}}
@@ -116,7 +122,7 @@ class TrainingData(ABC, Generic[Item]):
         )
         streamed = f"; {self.train.describe()}" if isinstance(self.train, Spool) else ""
         return (
-            f"data: {len(self.train)} {items}{dropped}{evaluated}: {sets or 'none'}"
+            f"data: {counted(len(self.train), items)}{dropped}{evaluated}: {sets or 'none'}"
             f"{describe_too_long(self.noticed)}{streamed}"
         )
 
@@ -132,6 +138,12 @@ class RlData(TrainingData[Prompt]):
 
     tools: Tools | None = None
     """The environment's, with which chat templates were rendered."""
+
+    @property
+    def graded(self) -> dict[str, Sequence[Prompt]]:
+        """The prompts to which completions are graded, by the key of their set."""
+        evaluated = {f"data.eval.{name}": prompts for name, prompts in self.sets.items()}
+        return {"data.train": self.prompts, **evaluated}
 
     def _digest(self, items: Sequence[Prompt]) -> str:
         return prompts_sha256(items)
@@ -183,7 +195,8 @@ class SftData(TrainingData[Lesson]):
         """One line: how many there are, and how often each is gone through."""
         passes = training.steps * training.prompts_per_step / len(self.train)
         times = f"{passes:.2g}" if passes < 99.5 else f"{passes:,.0f}"
-        return self._described(self.noun, f", each seen {times} times; held out")
+        seen = "once" if times == "1" else f"{times} times"
+        return self._described(self.noun, f", each seen {seen}; held out")
 
 
 def load_prompts(config: RunConfig, model: DescribedModel) -> RlData:
@@ -233,12 +246,12 @@ def _tools(config: RunConfig, model: DescribedModel) -> Tools | None:
         )
 
 
-def load_examples(
-    data: SftDataConfig, model: DescribedModel, objective: recipes.Objective
-) -> SftData:
-    """Read and tokenise all sets.  Raises DataError for what cannot be used, ModelError for a
-    tokenizer of another model.
+def load_examples(config: recipes.SftConfig, model: DescribedModel) -> SftData:
+    """Read and tokenise all sets, and see whether the reward can use the references of those that
+    are held out.  Raises DataError for what cannot be used, RewardError as ``check_references``
+    does, ModelError for a tokenizer of another model.
     """
+    data, objective = config.data, config.objective
     of_pairs = objective == "preference"
 
     def build(name: str, source: Any, noticed: Noticed, first: int) -> Sequence[Lesson]:
@@ -258,7 +271,8 @@ def load_examples(
 
     sets = _read_sets(data, build, build, rows)
     notes = rendering_notes(data, model.tokenizer, sets.noticed)
-    return SftData(sets.train, sets.dropped, sets.evaluated, sets.noticed, notes, objective)
+    read = SftData(sets.train, sets.dropped, sets.evaluated, sets.noticed, notes, objective)
+    return replace(read, notes=[*check_references(config.reward, read.graded), *notes])
 
 
 def _check_vocabulary(largest: int, model: DescribedModel) -> None:

@@ -46,6 +46,7 @@ from isobit.training.step import Findings, StepMetrics
 from isobit.util.clock import Clock
 from isobit.util.disk_space import LineFile
 from isobit.util.errors import MismatchError, NoSignalError
+from isobit.util.terminal import counted
 
 
 class SignalWatch:
@@ -157,13 +158,13 @@ def describe_summary(summary: RlSummary) -> list[str]:
     for name, figures in summary.evaluations.items():
         ends = figures.accuracy_before, figures.accuracy_after
         change = describe_gain(ends, figures.right, points=True)
-        lines.append(f"{name}: {change} on {figures.problems} problems")
+        lines.append(f"{name}: {change} on {counted(figures.problems, 'problems')}")
     return [
         *lines,
         *_describe_signal(summary),
         *summary.describe_memory(),
         f"{summary.precision}: {_describe_comparison(summary)}",
-        f"time: {summary.train_seconds:.1f} s for {summary.steps} steps, "
+        f"time: {summary.train_seconds:.1f} s for {counted(summary.steps, 'steps')}, "
         f"{summary.evaluation_seconds:.1f} s for evaluation",
         f"model: {summary.model}",
         f"files: {summary.directory} (summary.json, metrics.jsonl, completions.jsonl, "
@@ -528,7 +529,8 @@ def _notes(grades: GradeStats, trained: StepMetrics, without_signal: int) -> lis
     notes = [f"an update was skipped: {reason}" for reason in trained.skip_reasons]
     if grades.failed:
         notes.append(
-            f"{grades.failed} rewards failed and are excluded; the first was {grades.first_error}"
+            f"{counted(grades.failed, 'rewards')} failed, left out; "
+            f"the first was {grades.first_error}"
         )
     if grades.counts:
         met = ", ".join(f"{number:,} {kind}" for kind, number in grades.counts.items())

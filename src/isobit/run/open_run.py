@@ -199,6 +199,8 @@ def start_run(
             with run.turns.training(run.clock):
                 start.restore(run)
             rewards = graders.describe() if graders is not None else []
+            if graders is not None:
+                graders.check_columns(run.data.graded)
         run.check_machines()
         name_fallbacks(run.model.policy.backend, run.model.policy.flow)
         console.lines([*run.describe(), *rewards, *run.describe_crests()])

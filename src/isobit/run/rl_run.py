@@ -65,6 +65,7 @@ from isobit.training.checks import check_noise
 from isobit.training.replay_buffer import ReplayBuffer
 from isobit.training.step import Learner
 from isobit.util.errors import ConfigError, MismatchError
+from isobit.util.terminal import counted
 
 AnyEpisodes = TypeVar("AnyEpisodes", bound=Episodes)
 VALUE_HEAD_RATE = 10.0
@@ -456,8 +457,8 @@ def read_rl(recipe: ResolvedRecipe[RunConfig]) -> RlPlan:
             data.describe(training),
             *data.notes,
             f"steps: {training.steps} of "
-            f"{training.prompts_per_step * training.samples_per_prompt} samples, {updates} updates "
-            f"each; sequences of at most {longest} tokens",
+            f"{training.prompts_per_step * training.samples_per_prompt:,} samples, "
+            f"{counted(updates, 'updates')} each; sequences of at most {longest} tokens",
             *described,
         ),
         evaluation=evaluation,

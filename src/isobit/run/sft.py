@@ -33,6 +33,7 @@ from isobit.run.sft_objectives import SFT_OBJECTIVES, Figures, SftObjective
 from isobit.store.resume import Start
 from isobit.training.comparison import UpdateMetrics
 from isobit.training.supervised import DistilFigures, PairFigures
+from isobit.util.terminal import counted
 
 _SHORTER_EXAMPLES = "leave out the longest examples, or lower data.max_tokens"
 SftPlan: TypeAlias = Plan[SftConfig, SftData]
@@ -132,7 +133,7 @@ def read_sft(recipe: ResolvedRecipe[SftConfig]) -> SftPlan:
     check_packages(config.tracking.services())
     check_sft(config)
     check_cut(source.described.config, config.cluster.rollout_tp)
-    data: SftData = recipe.data or load_examples(config.data, source.described, config.objective)
+    data: SftData = recipe.data or load_examples(config, source.described)
     evaluation = {}
     if config.reward is not None:
         prompts = {name: [one.prompt for one in data.sets[name]] for name in data.sets}
@@ -150,7 +151,7 @@ def read_sft(recipe: ResolvedRecipe[SftConfig]) -> SftPlan:
         learning=(
             data.describe(training),
             *data.notes,
-            f"steps: {training.steps} of {training.prompts_per_step} {data.noun}; "
+            f"steps: {training.steps} of {counted(training.prompts_per_step, data.noun)}; "
             f"{'pairs' if data.objective == 'preference' else 'sequences'} of at most "
             f"{data.longest} tokens",
         ),

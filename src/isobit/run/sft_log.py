@@ -29,6 +29,7 @@ from isobit.store.training_run import TrainingRun
 from isobit.training.comparison import UpdateMetrics
 from isobit.training.supervised import DistilFigures, PairFigures
 from isobit.util.clock import Clock
+from isobit.util.terminal import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ def describe_summary(summary: SftSummary, unit: str, noun: str) -> list[str]:
     for name, figures in summary.evaluations.items():
         text = (
             f"{name}: loss {figures.loss_before:.4f} -> {figures.loss_after:.4f} nats a {unit} on "
-            f"{figures.examples} {noun}"
+            f"{counted(figures.examples, noun)}"
         )
         before, after = figures.accuracy_before, figures.accuracy_after
         if before is not None and after is not None:
@@ -151,7 +152,7 @@ def describe_summary(summary: SftSummary, unit: str, noun: str) -> list[str]:
     return [
         *lines,
         *summary.describe_memory(),
-        f"time: {summary.train_seconds:.1f} s for {summary.steps} steps, "
+        f"time: {summary.train_seconds:.1f} s for {counted(summary.steps, 'steps')}, "
         f"{summary.evaluation_seconds:.1f} s for evaluation",
         f"model: {summary.model}",
         f"files: {summary.directory} ({', '.join(files)})",
@@ -249,7 +250,7 @@ class SftLog(TrainingLog[HeldOut]):
         for name, held_out in results.items():
             self._console.line(
                 f"{when}: {name} loss {held_out.loss:.4f} nats a {self._objective.unit} on "
-                f"{held_out.examples} {self._noun}"
+                f"{counted(held_out.examples, self._noun)}"
             )
             if (distance := held_out.distance) is not None:
                 self._console.line(

@@ -7,7 +7,6 @@ obeys, such as a penalty: an answer without it would look like one with it.
 
 import json
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -18,7 +17,7 @@ from isobit.config.model_shape import MAX_POSITIONS, MAX_VOCAB_SIZE
 from isobit.records.text import SamplingParams
 from isobit.rollout.scoring import MOST_ALTERNATIVES
 from isobit.serve.errors import ApiError
-from isobit.util.errors import shown
+from isobit.util.errors import did_you_mean, shown
 
 MOST_CHOICES = 128
 """Samples of a prompt."""
@@ -158,9 +157,8 @@ class GenerationRequest(BaseModel):
             if name in cls.model_fields:
                 kept[name] = value
             elif name not in _NEUTRAL and name not in cls.neutral:
-                near = get_close_matches(name[:100], cls.model_fields, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise _wrong(name, f"this server knows no such key{hint}")
+                near = did_you_mean(name, cls.model_fields)
+                raise _wrong(name, f"this server knows no such key{near}")
             elif value not in (neutral := _NEUTRAL.get(name) or cls.neutral[name]):
                 allowed = " or ".join(json.dumps(one) for one in neutral)
                 raise _wrong(name, f"this server does not support it; leave it out, or {allowed}")

@@ -56,7 +56,7 @@ class CompletionFormat:
     def __init__(self, asked: CompletionRequest, spelling: Spelling) -> None:
         self._asked, self._spelling = asked, spelling
         self._offsets: dict[int, int] = {}
-        """The character at which the next part of each choice begins."""
+        """The characters of all tokens before the next part of each choice, shown or not."""
 
     def choice(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
         written = self.delta(prompt, part)
@@ -83,8 +83,6 @@ class CompletionFormat:
         }
 
     def delta(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
-        begin = self._offsets.get(part.index, len(prompt.text) if self._asked.echo else 0)
-        self._offsets[part.index] = begin + len(part.text)
         written: dict[str, Any] = {
             "index": part.index,
             "text": part.text,
@@ -92,7 +90,10 @@ class CompletionFormat:
             "finish_reason": part.finish_reason,
         }
         if self._asked.logprobs is not None:
+            begin = self._offsets.get(part.index, len(prompt.text) if self._asked.echo else 0)
             written["logprobs"] = self._spelling.legacy(part, begin)
+            texts = map(self._spelling.text, part.token_ids)
+            self._offsets[part.index] = begin + sum(map(len, texts))
         if self._asked.return_token_ids:
             written["token_ids"] = list(part.token_ids)
         return written

@@ -71,7 +71,7 @@ class Spelling:
         return {"token": text, "logprob": _finite(log_prob), "bytes": known}
 
     def legacy(self, part: ChoicePart, offset: int) -> dict[str, list[Any]]:
-        """The log-probabilities of a part, whose text begins at character ``offset``."""
+        """The log-probabilities of a part, before whose tokens there are ``offset`` characters."""
         tops = part.alternatives or [[] for _ in part.token_ids]
         texts = [self.text(token) for token in part.token_ids]
         columns: dict[str, list[Any]] = {"tokens": texts, "token_logprobs": [], "top_logprobs": []}

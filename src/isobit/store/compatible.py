@@ -9,14 +9,13 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from isobit.config.recipes import Recipe, recorded_recipe
 from isobit.store.checkpoint import Checkpoint
 from isobit.store.class_of_bits import recorded_bits
 from isobit.store.directory import RunDirectory, no_run
-from isobit.util.errors import CheckpointError, ConfigError
+from isobit.util.errors import CheckpointError, ConfigError, did_you_mean
 from isobit.util.plain_files import read_plain
 
 MAY_CHANGE = {
@@ -180,11 +179,8 @@ def check_names(allowed: Sequence[str], known: Collection[str]) -> None:
     for name in allowed:
         if any(is_allowed(key, [name]) for key in known):
             continue
-        near = get_close_matches(name, known, n=1)
-        raise ConfigError(
-            f"--allow-change {name}: there is no such key or input"
-            + (f"; did you mean {near[0]}?" if near else "")
-        )
+        near = did_you_mean(name, known)
+        raise ConfigError(f"--allow-change {name}: there is no such key or input{near}")
 
 
 def is_allowed(key: str, allowed: Sequence[str]) -> bool:

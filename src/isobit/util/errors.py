@@ -6,8 +6,9 @@ invariants are ``AssertionError`` and keep their traceback.
 
 import re
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
@@ -153,6 +154,14 @@ def shown(name: object) -> str:
     if len(text) > _LONGEST_NAME:
         text = f"{text[:_LONGEST_NAME]}..."
     return text if text.isprintable() else ascii(text)
+
+
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """``; did you mean X?``, or nothing where no candidate is near."""
+    cutoff = 0.6 if len(word) > 2 else 0.75  # two letters of four are no likeness
+    known = {candidate.lower(): candidate for candidate in candidates}
+    near = get_close_matches(word[:_LONGEST_NAME].lower(), known, n=1, cutoff=cutoff)
+    return f"; did you mean {known[near[0]]}?" if near else ""
 
 
 @contextmanager

@@ -150,6 +150,13 @@ def _to_nowhere(stream: Any) -> None:
 GIB = 1 << 30
 
 
+def counted(number: float, nouns: str, one: str = "") -> str:
+    """A number with what is counted: ``2,000 problems``, or ``1 problem`` (``one``, where that is
+    not ``nouns`` without its last letter).
+    """
+    return f"{number:,} {(one or nouns[:-1]) if number == 1 else nouns}"
+
+
 def gib(size: float) -> str:
     """A size as text: ``1.23 GiB``, ``45.6 MiB`` or ``789 KiB``."""
     unit, name = next(

@@ -5,12 +5,13 @@ Every grading process imports this module at its start, so it must not import py
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
-from difflib import get_close_matches
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from isobit.util.errors import did_you_mean
 
 
 def run_file(path: Path, name: str) -> ModuleType:
@@ -48,10 +49,4 @@ def describe_missing(module: ModuleType, name: str, is_one: Callable[[Any], bool
         for member, value in vars(module).items()
         if is_one(value) and getattr(value, "__module__", None) == module.__name__
     ]
-    return f"{', '.join(names) or 'none'}{near_name(name, names)}"
-
-
-def near_name(name: str, names: Iterable[str]) -> str:
-    """``; did you mean 'X'?``, or nothing where none is near."""
-    near = get_close_matches(name, list(names), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return f"{', '.join(names) or 'none'}{did_you_mean(name, names)}"
