@@ -135,7 +135,7 @@ def test_a_hybrid_without_room_for_a_page_beside_what_a_sequence_carries_is_told
 def test_the_parts_of_keys_that_decoding_joins_are_planned(
     part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has a vector in FP32 with two numbers for every head of at most 64 sequences."""
+    """Each part that has programs of its own leaves a vector in FP32 with two numbers a head."""
     monkeypatch.setattr(gpu_sizes, "PART_TOKENS", part)
     flow = build_flow(PrecisionConfig(preset="bf16"), decoder_shape(TINY))
     for longest in (part, part + 1, 131072):
@@ -147,5 +147,5 @@ def test_the_parts_of_keys_that_decoding_joins_are_planned(
             )
             keys = 4 * TINY.num_kv_heads * TINY.head_dim * (longest - part)
             parts = -(-longest // part) if longest > part else 0
-            vectors = min(sequences, 64) * parts * TINY.num_heads
+            vectors = min(sequences * parts, gpu_sizes.MOST_APART) * TINY.num_heads
             assert planned - others - keys == 4 * vectors * (TINY.head_dim + 2)

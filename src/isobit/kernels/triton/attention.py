@@ -15,12 +15,12 @@ s; a masked key has s = -inf:
             l   = sum_j p_j
             o   = sum_j BF16(p_j) v_j / l
 
-in tiles of keys.  The keys are cut into parts of 8192 at fixed positions.  A part starts from
+in tiles of keys.  The keys are cut into parts of 2048 at fixed positions.  A part starts from
 nothing; parts are joined in ascending order:
 
     M' = max(M, m)    O' = o 2^(m - M') + O 2^(M - M')    L' = l 2^(m - M') + L 2^(M - M')
 
-Decode runs the parts of few sequences in parallel and joins them in a second kernel; those of many,
+Decode runs up to ``MOST_APART`` parts in parallel and joins them in a second kernel; more of them,
 and prefill's, come one after the other.  All do the same operations on the same numbers, because
 
   - Tiles and parts start at multiples of their size from the sequence's position 0.
