@@ -11,9 +11,9 @@ Products are those of a layer of Qwen3-8B, attention is its 32 heads over 8 of 1
 choice: ``us`` in a captured graph, in which weights or layers take turns so that none is read from
 the L2 cache, ``in_use`` the choice of the back end, and ``equal``, whether the result has its bits.
 ``--part`` has other parts of keys than ``isobit.kernels.triton.attention.PART``, which belong to
-the bits; up to ``--apart`` parts of all sequences have programs of their own in decode.  ``--in-use``
-leaves out all other choices.  ``--compile I/N`` only compiles, each N-th
-choice from the I-th on, so that N processes fill Triton's cache first: 40 s with 24 of them.
+the bits; up to ``--apart`` parts of all sequences have programs of their own in decode.
+``--in-use`` leaves out all other choices.  ``--compile I/N`` only compiles, each N-th choice from
+the I-th on, so that N processes fill Triton's cache first: 40 s with 24 of them.
 """
 
 import argparse
