@@ -124,7 +124,6 @@ def common_names(model: type[BaseModel]) -> Mapping[str, str]:
 @cache
 def foreign_values() -> Mapping[tuple[str, str], str]:
     """What to do in place of a value, by our key and the value in small letters."""
-    """What to do in place of a value, by our key and the value in small letters."""
     tables = tomllib.loads(Path(__file__).with_name("foreign.toml").read_text(encoding="utf-8"))
     return {
         (key, name): table["say"]
