@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +189,10 @@ def test_runs_are_found_below_a_folder_and_have_names_of_their_own(tmp_path: Pat
     assert list(find_runs([one, other, one / "one"])) == ["a/deep/er/two", "a/one", "b/one", "one"]
     assert list(find_runs([one / "one", other / "one"])) == ["one", "one (2)"]
     assert find_runs([tmp_path / "absent"]) == {}
+    numbered = [tmp_path / name / "x (2)" for name in ("c", "d")]
+    plain = [tmp_path / name / "x" for name in "efg"]
+    for run in (*numbered, *plain):
+        run.mkdir(parents=True)
+        (run / "metrics.jsonl").touch()
+    for runs in permutations([*numbered, *plain]):
+        assert sorted(find_runs(runs).values()) == sorted(runs)

@@ -173,7 +173,7 @@ def saved(times: list[tuple[float, float]]) -> list[list[str]]:
 
 def test_a_save_that_takes_long_and_much_of_the_time_is_told_of_with_its_figures() -> None:
     [[note]] = saved([(105, 45)])
-    for part in ("step 10 took 45 s, 30% of", "44.4 MB/s", "checkpoint.every = 10", "runs/mine"):
+    for part in ("step 10 took 45 s, 30% of", "44.4 MB/s", "checkpoint.every is 10", "runs/mine"):
         assert part in note
 
 

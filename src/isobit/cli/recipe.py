@@ -99,6 +99,7 @@ def _write(recipe: "ShippedRecipe", folder: Path) -> None:
         for name, content in contents.items():
             (folder / name).write_bytes(content)
     except OSError as error:
-        raise ConfigError(f"{error.filename or folder} cannot be written: {error.strerror}") from None
+        place = error.filename or folder
+        raise ConfigError(f"{place} cannot be written: {error.strerror}") from None
     print("\n".join(str(folder / name) for name in contents))
     say(f"run it: {' && '.join(recipe.commands(folder))}")

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
 
 from isobit.store.directory import RunDirectory
@@ -23,9 +24,8 @@ def find_runs(roots: Sequence[Path]) -> dict[str, Path]:
             name = path.relative_to(root).as_posix() if path != root else root.resolve().name
             if len(roots) > 1 and path != root:
                 name = f"{root.resolve().name}/{name}"
-            same = sum(one == name or one.startswith(f"{name} (") for one in found)
-            name = f"{name} ({same + 1})" if same else name
-            found[name] = path
+            others = (f"{name} ({number})" for number in count(2))
+            found[next(one for one in chain([name], others) if one not in found)] = path
     return found
 
 

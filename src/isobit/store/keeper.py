@@ -136,7 +136,7 @@ class SaveTime:
         return [
             f"the checkpoint of step {step} took {self._seconds:.0f} s, {share:.0%} of the time "
             f"since the one before, at {num_bytes / self._seconds / 1e6:,.1f} MB/s; write fewer "
-            f"(checkpoint.every = {self._every}), or use a disk that is faster than that under "
+            f"(checkpoint.every is {self._every}), or use a disk that is faster than that under "
             f"{folder} (--output PATH)"
         ]
 
