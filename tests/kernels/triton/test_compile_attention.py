@@ -43,8 +43,8 @@ SPILLED_IN_PARTS = {
     "int8": {64: 688, 96: 1856, 128: 1648},
 }
 """The same of several parts of keys: the sums of those before wait while one is computed."""
-SPILLED_IN_LOOPS = 8
-"""Loads and stores of these in a loop over tiles."""
+SPILLED_IN_LOOPS = {("e4m3", 96): 24}
+"""Loads and stores of these in a loop over tiles: 8 elsewhere, and here without a window."""
 SPILLED_IN_INT8 = {64: 376, 96: 768, 128: 784}
 """The same in tiles of 128 keys, whose products alone are 64 registers, and as many their weights:
 some wait in memory in the loop too, for which decode takes 0.6 to 0.7 of its time.
@@ -138,7 +138,8 @@ def assert_prefill_assembles(made: Compiled, format: str, dim: int, parts: str) 
     for generation in (80, 90, 120):
         in_loops = spills_in_loops(disassembled(assemble(made.ptx, generation).cubin))
         assert len(in_loops) == 2
-        assert format == "int8" or max(in_loops) <= SPILLED_IN_LOOPS, (generation, in_loops)
+        most = SPILLED_IN_LOOPS.get((format, dim), 8)
+        assert format == "int8" or max(in_loops) <= most, (generation, in_loops)
 
 
 @pytest.mark.exhaustive
