@@ -185,13 +185,13 @@ def test_answers_without_a_character_are_told(tmp_path: Path) -> None:
     examples(tmp_path, blank, CHAT, noticed=noticed)
     assert noticed.lines("train") == [
         "train: 1 of 5 prompts are empty",
-        "train: 3 answers without text, so that the model learns to end at once; drop them if that "
-        "is not meant",
+        "train has 3 answers without text, from which the model learns to end at once; drop them if "
+        "that is not meant",
         "train: 1 answer marked as not to be learnt: left out",
     ]
     noticed = Noticed()
     pairs(tmp_path, [{"prompt": "1+1=", "chosen": "2", "rejected": ""}], noticed=noticed)
-    assert noticed.lines("train")[0].startswith("train: 1 answer without text")
+    assert noticed.lines("train")[0].startswith("train has 1 answer without text")
 
 
 def test_marks_without_an_answer_to_learn_and_other_keys_are_told(tmp_path: Path) -> None:

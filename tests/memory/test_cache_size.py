@@ -1,6 +1,7 @@
 """Pages of the KV cache: as configured, or what there is room for."""
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from isobit.config.rollout import RolloutConfig
 from isobit.kernels.spec import sizes as spec_sizes
 from isobit.kernels.triton import sizes as gpu_sizes
 from isobit.memory.cache_size import (
+    SPECULATED_ROWS,
     CacheSize,
     cache_size_for,
     cache_size_within,
@@ -139,13 +141,15 @@ def test_the_parts_of_keys_that_decoding_joins_are_planned(
     monkeypatch.setattr(gpu_sizes, "PART_TOKENS", part)
     flow = build_flow(PrecisionConfig(preset="bf16"), decoder_shape(TINY))
     for longest in (part, part + 1, 131072):
-        for sequences in (3, 64, 65, 1000):
-            config = RolloutConfig(max_sequences=sequences)
+        parts = -(-longest // part) if longest > part else 0
+        fit = gpu_sizes.MOST_APART // max(1, parts)  # sequences, with parts of their own
+        for sequences, guesses in product((3, fit, fit + 1, 1000), (0, 4)):
+            config = RolloutConfig(max_sequences=sequences, speculation=guesses)
             planned, others = (
                 forward_bytes(replace(TINY, max_positions=tokens), flow, config, gpu_sizes)
                 for tokens in (longest, part)
             )
             keys = 4 * TINY.num_kv_heads * TINY.head_dim * (longest - part)
-            parts = -(-longest // part) if longest > part else 0
-            vectors = min(sequences * parts, gpu_sizes.MOST_APART) * TINY.num_heads
+            rows = max(sequences, SPECULATED_ROWS) if guesses else sequences
+            vectors = min(rows * parts, gpu_sizes.MOST_APART) * TINY.num_heads
             assert planned - others - keys == 4 * vectors * (TINY.head_dim + 2)

@@ -237,6 +237,11 @@ def test_a_reward_that_cannot_be_loaded_is_refused(rewards: str, in_process: boo
         ("solved", [{"level": 1}, {}], "'solution', which 2 of the 2 prompts of data.train do not"),
         ("score", [{"answer": "1"}], "'data_source', which 1 of the 1 .*first is train/0; its col"),
         ("score", [{"data_source": "a"}], "'ground_truth' or 'reward_model.ground_truth' or 'ans"),
+        (
+            "score",
+            [{"answer": "1"}, {"data_source": "a"}],
+            "'data_source', which 1 of the 2 pr",
+        ),
         ("score", [{"reward_model": {}}], "'data_source', 'ground_truth' or .*are 'reward_model'"),
     ],
 )

@@ -43,6 +43,7 @@ from isobit.store.lock import is_held
 from isobit.util.errors import ConfigError, IsobitError
 from isobit.util.plain_files import read_plain
 from isobit.util.strict_json import parsed_line
+from isobit.util.terminal import counted
 
 OF_THE_MACHINE = ("time/", "tokens_per_s/", "memory/", "rollout/", "waiting/", "kv_scales/")
 """How metrics begin that say how fast, with how much memory and in which batches was computed; the
@@ -195,7 +196,7 @@ def _lines(
     if found:
         step, what = min(found, key=itemgetter(0))
         return FileDifference(step, ours.name, what)
-    return f"{ours.name}: {_count(len(lines), 'line')} equal" if lines else None
+    return f"{ours.name}: {counted(len(lines), 'lines')} equal" if lines else None
 
 
 def _take(same: deque[tuple[int, Line]], steps: range | None, line: Line) -> Line:
@@ -329,7 +330,7 @@ def _checkpoints(left: RunDirectory, right: RunDirectory) -> Outcome:
         states = [_state(folder) for folder in pair]
         if what := next(iter(found), None) or first_difference(*states):
             return FileDifference(step, ours[step].relative_to(left.root).as_posix(), what)
-    return f"checkpoints: {_count(len(both), 'step')} equal" if both else None
+    return f"checkpoints: {counted(len(both), 'steps')} equal" if both else None
 
 
 def _state(folder: Path) -> Line:
@@ -398,7 +399,3 @@ def _first_tensor(ours: Path, theirs: Path) -> str:
             if not torch.equal(one, other):
                 return f", {name} first"
     return ", in its header"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")

@@ -120,8 +120,8 @@ class Noticed:
             lines.append(f"{name}: {self.empty} of {self.rows} prompts are empty")
         if self.unanswered:
             lines.append(
-                f"{name}: {counted(self.unanswered, 'answers')} without text, so that the model "
-                "learns to end at once; drop them if that is not meant"
+                f"{name} has {counted(self.unanswered, 'answers')} without text, from which the "
+                "model learns to end at once; drop them if that is not meant"
             )
         if self.rendered:
             lines.append(

@@ -398,8 +398,8 @@ def joined() -> Iterator[World]:
         return
     if dist.is_initialized():
         raise ConfigError(
-            "this process has joined others before, in a run that ended with an error or by the "
-            "script itself, and several processes join once; start the script again on all ranks"
+            "this process is still joined to others, by a run that ended with an error or by the "
+            "script itself; start the script again on all ranks"
         )
     take_place()
     waiting = Timer(WAITED_S, say, [f"isobit: waiting for {_others_of_world()}"])

@@ -58,7 +58,8 @@ def describe_reasons(counts: Mapping[str, float], advise: bool = False) -> str:
     parts = [f"{count:,.0f} {REASONS_WITHOUT_SIGNAL[name][0]}" for name, count in reasons]
     completions = counted(round(total), "completions")
     if len(reasons) == 1:
-        text = f"{completions}, all {REASONS_WITHOUT_SIGNAL[reasons[0][0]][0]}"
+        every = "" if total == 1 else "all "
+        text = f"{completions}, {every}{REASONS_WITHOUT_SIGNAL[reasons[0][0]][0]}"
     else:
         text = f"{completions}, {', '.join(parts[:-1])} and {parts[-1]}"
     most = max(reasons, key=lambda pair: pair[1])[0]

@@ -42,16 +42,16 @@ def check_columns(reward: str, columns: Columns, sets: Mapping[str, Sequence[Pro
     with the first set that has such prompts, and the first of them.
     """
     for name, prompts in sets.items() if columns else ():
-        lacking, first = 0, None
+        missing, number, first = "", 0, None
         for prompt in prompts:
-            if missing_columns(columns, prompt):
-                lacking, first = lacking + 1, first or prompt
+            if lacking := missing_columns(columns, prompt):
+                missing, first = missing or lacking, first or prompt
+                number += lacking == missing
         if first is not None:
             raise RewardError(
-                f"the reward {reward!r} takes {missing_columns(columns, first)}, which {lacking:,} "
-                f"of the {len(prompts):,} prompts of {name} do not have, the first is {first.id}; "
-                f"{columns_of(first)}; rename the column in the data, or write a function that "
-                "takes it by its name there"
+                f"the reward {reward!r} takes {missing}, which {number:,} of the {len(prompts):,} "
+                f"prompts of {name} do not have, the first is {first.id}; {columns_of(first)}; "
+                "rename the column in the data, or write a function that takes it by its name there"
             )
 
 

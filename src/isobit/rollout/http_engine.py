@@ -217,6 +217,8 @@ class HttpEngine(RemoteSamples):
                     f"it answers, and has drawn nothing of {samples} samples; it may be paused, "
                     "or others have its places"
                 )
+            if self._room(server) > 0:
+                return "it answers, and has a cache or a context too small for what waits"
             return "it answers, and has no places for samples"
 
         return "; ".join(f"{one.url}: {state(one)}" for one in self._servers)
@@ -282,7 +284,7 @@ class HttpEngine(RemoteSamples):
                     fit = [
                         one
                         for one in self._servers
-                        if one.is_up and self._room(one) > 0 and _holds(one, group[0])
+                        if one.is_up and self._room(one) > 0 and _has_space(one, group[0])
                     ]
                     if not fit:
                         break
@@ -414,7 +416,7 @@ class HttpEngine(RemoteSamples):
         super()._begin_period()
 
 
-def _holds(server: Server, sample: Sample) -> bool:
+def _has_space(server: Server, sample: Sample) -> bool:
     """Whether a server holds a sample of any length that it may have: one that comes later can have
     a smaller cache or context than those that the engine has its limits from.
     """

@@ -215,8 +215,8 @@ def check(
     torch.testing.assert_close(sums, wanted_sums, rtol=1e-5, atol=1e-4)
     rows = sorted({0, 30, 63, 64, length // 2, length - 2, length - 1} & set(range(length)))
     usual = attention_decode.MOST_APART
-    for few in {usual, 0} if length > attention.PART else {usual}:  # parts apart, and in order
-        attention_decode.MOST_APART = few
+    for most in {usual, 0} if length > attention.PART else {usual}:  # parts apart, and in order
+        attention_decode.MOST_APART = most
         decoded = case.decode(build, window, rows, sinks)
         assert all(map(torch.equal, decoded, (output[rows], sums[rows])))
     attention_decode.MOST_APART = usual

@@ -279,8 +279,8 @@ def _sum_of_64(x: torch.Tensor) -> torch.Tensor:
 
 
 _ROUNDING = 2.0**-10
-"""The most by which the backward takes a score to be above the log-sum-exp, which none is but by
-rounding: scores of millions are rounded by more, and a weight would be large, or infinite.
+"""The backward limits a score minus the log-sum-exp to this.  It is never above 0 but by rounding,
+which can make it large where scores are millions, and their weights infinite.
 """
 QUERY_BLOCK = 512  # queries of the backward at once: bounds the score matrix of a long sequence
 GROUP_TOKENS = 4096  # padded tokens of a group

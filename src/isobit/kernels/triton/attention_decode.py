@@ -1,7 +1,7 @@
 """Attention of one query a sequence, over pages (``isobit.kernels.triton.attention``).
 
-Few sequences have programs for each part of their keys, which a second kernel joins; of many one
-program takes the parts in order.
+Up to ``MOST_APART`` parts of all sequences have programs of their own, and a second kernel joins
+them; where there are more, one program takes a sequence's parts in order.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false

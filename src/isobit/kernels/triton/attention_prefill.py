@@ -50,7 +50,6 @@ def _prefill_part(
     ZERO: tl.constexpr = None if D == WIDTH else 0.0
     along = (d < D)[None, :] if D < WIDTH else None
     down = (d < D)[:, None] if D < WIDTH else None
-    AHEAD: tl.constexpr = SCALED
     if SCALED:
         next_k_scale = tl.load(K_SCALE + tl.minimum(start + t, length - 1) * G)
         next_v_scale = tl.load(V_SCALE + tl.minimum(start + t, length - 1) * G)
@@ -79,17 +78,14 @@ def _prefill_part(
     for first in tl.range(unmasked_end, part_end, TILE, num_stages=1):
         j = first + t
         inside = j < length
-        # As above, or Triton has every thread take the logarithms of 32 keys and, below Hopper,
-        # sees that P comes from bytes.
-        if AHEAD:
-            k_scale = next_k_scale
-            v_scale = next_v_scale
+        # Ahead here too, or Triton has every thread take the logarithms of 32 keys and, below
+        # Hopper, sees that P comes from bytes.
+        k_scale = next_k_scale if SCALED else None
+        v_scale = next_v_scale if SCALED else None
+        if SCALED:
             ahead = tl.minimum(j + TILE, length - 1)
             next_k_scale = tl.load(K_SCALE + ahead * G)
             next_v_scale = tl.load(V_SCALE + ahead * G)
-        else:
-            k_scale = tl.load(K_SCALE + j * G, mask=inside, other=127) if SCALED else None
-            v_scale = tl.load(V_SCALE + j * G, mask=inside, other=127) if SCALED else None
         k = tl.load(
             K + j[None, :] * (G * D) + d[:, None],
             mask=_within(inside[None, :], d, D, WIDTH, 1),
