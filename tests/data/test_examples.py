@@ -185,8 +185,8 @@ def test_answers_without_a_character_are_told(tmp_path: Path) -> None:
     examples(tmp_path, blank, CHAT, noticed=noticed)
     assert noticed.lines("train") == [
         "train: 1 of 5 prompts are empty",
-        "train has 3 answers without text, from which the model learns to end at once; drop them if "
-        "that is not meant",
+        "train has 3 answers without text, from which the model learns to end at once; drop them "
+        "if that is not meant",
         "train: 1 answer marked as not to be learnt: left out",
     ]
     noticed = Noticed()
