@@ -223,9 +223,12 @@ def load_prompts(config: RunConfig, model: DescribedModel) -> RlData:
         building(evaluation_limit(config.evaluation, config.rollout)),
         lambda: iter_rows(data.train),
     )
-    notes = rendering_notes(data, model.tokenizer, sets.noticed)
-    read = RlData(sets.train, sets.dropped, sets.evaluated, sets.noticed, notes, tools)
-    return replace(read, notes=[*check_references(config.reward, read.graded), *notes])
+    graded = {f"data.eval.{name}": prompts for name, prompts in sets.evaluated.items()}
+    notes = [
+        *check_references(config.reward, {"data.train": in_order(sets.train), **graded}),
+        *rendering_notes(data, model.tokenizer, sets.noticed),
+    ]
+    return RlData(sets.train, sets.dropped, sets.evaluated, sets.noticed, notes, tools)
 
 
 def _tools(config: RunConfig, model: DescribedModel) -> Tools | None:
