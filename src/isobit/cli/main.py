@@ -132,7 +132,6 @@ def _obey(words: Sequence[str]) -> int:
 def _no_command(word: str) -> str:
     if word in _ELSEWHERE:
         return f"no command {word!r}: {_ELSEWHERE[word]}; isobit --help has the commands"
-
     commands = f"{', '.join(COMMANDS)}{did_you_mean(word, COMMANDS)}"
     return f"no command {word[:40]!r}; the commands are {commands}"
 

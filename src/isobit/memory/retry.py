@@ -8,8 +8,8 @@
 Up to the optimiser's first change of a weight nothing of an attempt remains, so the result is that
 of the smaller budget from the start. Of several processes all do the same: what one of them has no
 memory for, none has (``isobit.parallel.world``). A rank that runs out of memory in the middle of an
-exchange ends, as with any error of its own. A measurement without gradients does not
-depend on the cut: it lowers the budget for itself alone.
+exchange ends, as with any error of its own. A measurement without gradients does not depend on the
+cut: it lowers the budget for itself alone.
 """
 
 import gc

@@ -157,7 +157,7 @@ def _prefill_kernel(
                 tl.minimum(end, begin + PART), first_position, position, length,
                 G, D, WIDTH, TILE, NQ, STAGES, SCALED, WINDOW,
             )  # fmt: skip
-            if begin <= first_seen:
+            if begin <= first_seen:  # not added to zeros, for which registers would be kept
                 acc, m, total = o, part_m, part_total
             else:
                 added, added_m, added_total = _added(acc, m, total, o, part_m, part_total, 1)
