@@ -130,8 +130,10 @@ def _twice(content: bytes, draw: random.Random) -> bytes:
     return b"{" + f"{key}: {value}, ".encode() + content.lstrip()[1:]
 
 
-def with_depth(value: Any, draw: random.Random) -> Any:
-    """One place of a JSON value nested as deeply as readers of JSON still take."""
+def with_depth(value: Any, draw: random.Random, deepest: int = 960) -> Any:
+    """One place of a JSON value nested as deeply as readers of JSON still take, or as ``deepest``
+    levels.
+    """
     made: Any = copy.deepcopy(value)
     place, kind = made, draw.randrange(2)
     while isinstance(place, dict | list) and place:
@@ -140,7 +142,7 @@ def with_depth(value: Any, draw: random.Random) -> Any:
             place = place[key]
             continue
         deep: Any = place[key]
-        for _ in range(draw.choice([50, 200, 320, 480, 700, 900, 960])):
+        for _ in range(min(deepest, draw.choice([50, 200, 320, 480, 700, 900, 960]))):
             deep = {"a": deep} if kind else [deep]
         place[key] = deep
         break
