@@ -233,11 +233,8 @@ def test_a_replay_that_draws_a_token_by_other_weights_is_found(
     assert {one.step for one in found.differences} != set()
 
 
-def test_servers_sample_while_a_step_learns_and_one_process_replays_it(
-    free: MakeConfig, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the servers had drawn when the weights changed is in the record alone."""
-    monkeypatch.setenv("SERVER_KEY", KEY)
+def draw_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step does not learn before something is drawn beside it."""
     learn, turn, beside = Learner.update, OpenGroups.turn, Event()
 
     def watched(self: OpenGroups) -> None:
@@ -252,6 +249,14 @@ def test_servers_sample_while_a_step_learns_and_one_process_replays_it(
 
     monkeypatch.setattr(OpenGroups, "turn", watched)
     monkeypatch.setattr(Learner, "update", until_drawn)
+
+
+def test_servers_sample_while_a_step_learns_and_one_process_replays_it(
+    free: MakeConfig, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the servers had drawn when the weights changed is in the record alone."""
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    draw_beside(monkeypatch)
     settings = read_config(tiny_folder)
     with served(config=settings) as one, served(config=settings) as two:
         rollout = {"engine": "http", "servers": [one, two], "server_key": "env:SERVER_KEY"}

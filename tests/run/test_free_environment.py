@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,22 @@ from isobit.commands.replay import replay
 from isobit.config.recipes import RunConfig
 from isobit.data.tool_calls import ToolCall
 from isobit.environments.pool import Environments
+from isobit.models.folder import read_config
 from isobit.models.safetensors import TensorFile
 from isobit.observe.console import silent
-from isobit.parallel.world import ALONE
 from isobit.records.sequence import GIVEN
 from isobit.records.wire import completions_of
 from isobit.rollout import episodes
 from isobit.run.loop import train
 from isobit.run.pending import value_of
 from isobit.store.keeper import CheckpointKeeper
-from isobit.util.errors import ConfigError
 from tests.environments.servers import Count, serving
+from tests.rollout.served import served
 from tests.run import acting
 from tests.run.test_environment import HELD_OUT, STOPS, TOOLS
-from tests.run.test_free_batches import Hurried, check_bounds, left_by, schedule_of
+from tests.run.test_free_batches import Hurried, check_bounds, draw_beside, left_by, schedule_of
 from tests.run.test_lag import Killed, steps_of, train_to_a_death
+from tests.serve.servers import KEY
 from tests.tiny import json_lines
 from tests.worlds import in_world
 
@@ -194,6 +195,18 @@ def test_killed_between_any_two_steps_it_is_one_run(
     assert again.differences == []
 
 
+def told_turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The turns that environments are told of, by questions."""
+    told, ask = list[int](), Environments.ask
+
+    def watched(self: Environments[Any], key: Any, columns: Any, turns: Any, *more: Any) -> None:
+        told.append(len(turns))
+        ask(self, key, columns, turns, *more)
+
+    monkeypatch.setattr(Environments, "ask", watched)
+    return told
+
+
 def check_answers(root: Path) -> None:
     """Each answer is recorded once."""
     keys = [
@@ -223,27 +236,29 @@ def test_killed_in_the_middle_of_episodes_it_is_one_run(free_acting: MakeConfig)
     assert replay(config.output, say=lambda _: None).differences == []
 
 
-@pytest.mark.parametrize(
-    ("sections", "remedy"),
-    [
-        ({"cluster": {"rollouters": 1, "processes": 2}}, "set cluster.rollouters = 0"),
-        (
-            {
-                "rollout": {
-                    "engine": "http",
-                    "servers": ["http://127.0.0.1:1"],
-                    "server_key": "env:KEY",
-                }
-            },
-            "set rollout.engine = 'native'",
-        ),
-    ],
-)
-def test_who_cannot_draw_open_episodes_is_refused(
-    sections: dict[str, Any], remedy: str, free_acting: MakeConfig
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["Counter", "Slow"])
+def test_servers_draw_open_episodes_on_while_a_step_learns(
+    name: str, free_acting: MakeConfig, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=remedy):
-        train(free_acting(1, **sections), silent(), world=ALONE)
+    """Each answer is asked for once, and its line is written before that of the schedule."""
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    if name == "Counter":  # while its tools are slow, all else may have been drawn before
+        draw_beside(monkeypatch)
+    told = told_turns(monkeypatch)
+    settings = read_config(tiny_folder)
+    rollout = {"max_new_tokens": 40, "stop_tokens": STOPS, "engine": "http"}
+    with served(config=settings) as one, served(config=settings) as two:
+        servers = {"servers": [one, two], "server_key": "env:SERVER_KEY"}
+        config = free_acting(2, name, rollout={**rollout, **servers})
+        assert train(config, silent()).tokens_differing == 0
+    check_bounds(config.output, 2, STEPS, config.training.prompts_per_step)
+    check_answers(config.output)
+    answers = [line["answers"] for line in json_lines(config.output / "environment.jsonl")]
+    assert len(told) == sum(map(len, answers))
+    ask_nothing(monkeypatch)
+    again = replay(config.output, say=lambda _: None, recorded_rewards=True)
+    assert again.differences == []
 
 
 def test_a_server_has_room_for_few_episodes(
@@ -290,13 +305,7 @@ def test_processes_stay_while_steps_learn_and_over_evaluations(
     """Tools that are slow answer in steps after that in which they were asked; each is asked once,
     and told of one turn at a time.
     """
-    told, ask = list[int](), Environments.ask
-
-    def watched(self: Environments[Any], key: Any, columns: Any, turns: Any, *more: Any) -> None:
-        told.append(len(turns))
-        ask(self, key, columns, turns, *more)
-
-    monkeypatch.setattr(Environments, "ask", watched)
+    told = told_turns(monkeypatch)
     config = free_acting(2, "Slow", evaluation={"every": 1})
     assert train(config, silent()).tokens_differing == 0
     assert max(told) == 1
@@ -304,3 +313,59 @@ def test_processes_stay_while_steps_learn_and_over_evaluations(
     assert len(told) == sum(map(len, answers))
     check_answers(config.output)
     assert replay(config.output, say=lambda _: None).differences == []
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("ranks", "rollouters", "name"), [(2, 1, "Counter"), (3, 2, "Paced")])
+def test_rollouters_draw_open_episodes_on_while_a_step_learns(
+    ranks: int, rollouters: int, name: str, free_acting: MakeConfig
+) -> None:
+    """Killed in the middle of one and resumed, they leave what one process replays."""
+    config = free_acting(2, name, cluster={"processes": ranks, "rollouters": rollouters})
+    go_on_in_turn(config, [(ranks, rollouters, 60), (ranks, rollouters, None)])
+    steps = steps_of(config.output)
+    assert any(line["staleness/mean"] % 1 for line in steps)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layouts", [(2, 1, 1, 2), (1, 3, 2, 1), (3, 2, 3, 1)])
+def test_killed_runs_go_on_with_other_numbers_of_rollouters(
+    layouts: Sequence[int], free_acting: MakeConfig
+) -> None:
+    """Of so many ranks all but one are rollouters."""
+    dies = [*range(30, 30 + 10 * len(layouts), 10)[:-1], None]
+    runs = [(ranks, ranks - 1, moment) for ranks, moment in zip(layouts, dies, strict=True)]
+    go_on_in_turn(free_acting(2), runs)
+
+
+def go_on_in_turn(config: RunConfig, runs: Sequence[tuple[int, int, int | None]]) -> None:
+    """One run by processes of which some are rollouters, one after the other, all but the last of
+    them killed behind so many answers: nothing differs, and one process replays it.
+    """
+    values = config.model_dump(mode="json", by_alias=True)
+    for ranks, rollouters, moment in runs:
+        cluster = {**values["cluster"], "processes": ranks, "rollouters": rollouters}
+        case: dict[str, Any] = {"config": {**values, "cluster": cluster}}
+        if moment is None:
+            in_world(ranks, "tests.run.acting:resume", case)
+            continue
+        case |= {"dies": (moment, 0), "counter": f"{config.output}-{moment}"}
+        with pytest.raises(AssertionError, match="exit -9"):
+            in_world(ranks, "tests.run.acting:resume", case)
+    check_bounds(config.output, 2, STEPS, config.training.prompts_per_step)
+    check_answers(config.output)
+    steps = steps_of(config.output)
+    assert [line["log_prob_diff/tokens_differing"] for line in steps] == [0] * STEPS
+    assert replay(config.output, say=lambda _: None).differences == []
+
+
+def test_rollouters_without_staleness_leave_the_synchronous_run(
+    free_acting: MakeConfig, tmp_path: Path
+) -> None:
+    synchronous = free_acting(None, output=tmp_path / "synchronous")
+    train(synchronous, silent())
+    config = free_acting(0, output=tmp_path / "free", cluster={"processes": 2, "rollouters": 1})
+    values = config.model_dump(mode="json", by_alias=True)
+    in_world(2, "tests.run.acting:resume", {"config": values})
+    found, expected = left_with_answers(config.output), left_with_answers(synchronous.output)
+    assert found == expected

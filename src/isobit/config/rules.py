@@ -97,24 +97,6 @@ def _check_free(config: RunConfig) -> None:
                 f"async.max_staleness is {config.asynchrony.max_staleness}, but {reason}; leave "
                 "one of them out"
             )
-    if config.environment is not None:
-        _check_free_episodes(config)
-
-
-def _check_free_episodes(config: RunConfig) -> None:
-    """Refuse to draw open episodes outside of the processes that train."""
-    rollouters, engine = config.cluster.rollouters, config.rollout.engine
-    others = {
-        f"cluster.rollouters is {rollouters}": ("cluster.rollouters = 0", rollouters > 0),
-        f"rollout.engine is {engine!r}": ("rollout.engine = 'native'", engine == "http"),
-    }
-    for setting, (remedy, is_so) in others.items():
-        if is_so:
-            raise ConfigError(
-                f"async.max_staleness is {config.asynchrony.max_staleness} with an environment, "
-                f"whose open episodes the processes that train draw, but {setting}; set {remedy}, "
-                "or async.lag in place of async.max_staleness"
-            )
 
 
 def check_layout(config: RunConfig) -> None:

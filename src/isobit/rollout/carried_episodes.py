@@ -88,6 +88,8 @@ class CarriedEpisodes(Episodes):
         """Episodes that stand at the end of a turn, or that an answer there has ended: their drawn
         tokens, and the turn's reason.
         """
+        self._step: tuple[int, Sequence[tuple[str, int]]] = 0, ()
+        """The version of the weights and the prompts of the step."""
         self._gone_through: Handle | None = None
         """The episode that is being gone through again, for which nothing is drawn."""
 
@@ -99,6 +101,7 @@ class CarriedEpisodes(Episodes):
 
     def begin_step(self, weights_version: int, prompts: Sequence[tuple[str, int]]) -> None:
         """The answers of a step that draws these prompts come next."""
+        self._step = weights_version, prompts
         self._answers.begin(weights_version, prompts)
 
     def end_step(self, world: World, groups: Sequence[OpenGroup], learnt: Collection[int]) -> None:
@@ -114,6 +117,7 @@ class CarriedEpisodes(Episodes):
             if stop is not None:
                 stopped.append([_listed(handle), *stop])
         parts = [json.loads(part) for part in world.all_gather(json.dumps([used, stopped]))]
+        self._answers.begin(*self._step)  # in a record that was taken since, too
         self._answers.end([(key, content) for part, _ in parts for _, key, content in part])
         for all_used, all_stopped in parts:
             for name, key, content in all_used:

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from isobit.data.sampler import PromptSampler
-from isobit.environments.pool import AnswerLog
 from isobit.parallel.world import World, run_on_all
 from isobit.records.schedule import Name, Schedule
 from isobit.records.sequence import TokenSequence
@@ -37,11 +36,10 @@ from isobit.rollout.http_engine import HttpEngine
 from isobit.rollout.open_groups import OpenGroup, cut
 from isobit.rollout.requests import Request
 from isobit.rollout.shared_groups import SharedGroups
-from isobit.run.grading import RecordedGrading
 from isobit.run.pending import check_prompt, message_tensor, prompt_of, spread, value_of
-from isobit.store.schedule_record import ScheduledStep, ScheduleRecord
+from isobit.run.rollouters import RecordedInputs
+from isobit.store.schedule_record import ScheduledStep
 from isobit.store.training_run import Dropped
-from isobit.store.waiting_writer import WaitingWriter
 from isobit.training.token_count import check_counted
 from isobit.util.terminal import say
 
@@ -64,21 +62,21 @@ class FreeBatches:
         sampler: PromptSampler,
         like: Request,
         prompts: Mapping[str, Prompt],
-        grading: RecordedGrading,
-        record: ScheduleRecord,
-        writer: WaitingWriter | None,
+        recorded: RecordedInputs,
         learns: bool = True,
+        acts: bool = False,
         episodes: CarriedEpisodes | None = None,
     ) -> None:
         """``like`` is the request of any prompt; ``prompts`` are all that the run learns from;
-        ``grading`` is begun with each group that is whole; ``writer`` writes the record;
-        ranks that do not ``learn`` are rollouters; ``episodes`` are those of an environment.
+        grading is begun with each group that is whole; ranks that do not ``learn`` are rollouters.
+        A run that ``acts`` has an environment, whose ``episodes`` are None where this rank draws
+        none.
         """
+        self._acts = acts
         self.episodes = episodes
         self._schedule = schedule
         self._engine, self._sampler, self._like = engine, sampler, like
-        self._prompts, self._writer = prompts, writer
-        self.grading, self.record = grading, record
+        self._prompts, self._inputs = prompts, recorded
         self._learns, self._world = learns, world
         self._shared = SharedGroups(
             world,
@@ -86,7 +84,7 @@ class FreeBatches:
             self._next_request,
             self._submit,
             self._is_graded,
-            keeps_homes=episodes is not None,
+            keeps_homes=acts,
         )
         self._batch: list[OpenGroup] = []
         self._version = 0
@@ -101,13 +99,11 @@ class FreeBatches:
         self._kept_episodes: list[Any] = []
         """What is known of their episodes."""
 
-    def take_records(
-        self, grading: RecordedGrading, answers: AnswerLog, record: ScheduleRecord
-    ) -> None:
+    def take_records(self, recorded: RecordedInputs) -> None:
         """Give what these records still have before anything new, from now on."""
-        self.grading, self.record = grading, record
+        self._inputs = recorded
         if self.episodes is not None:
-            self.episodes.take_log(answers)
+            self.episodes.take_log(recorded.answers)
 
     # A step.
 
@@ -123,7 +119,7 @@ class FreeBatches:
         """
         done = step - 1
         shared, opened = self._shared, self._shared.open
-        self._version, self._recorded = version, self.record.recorded(step)
+        self._version, self._recorded = version, self._inputs.schedule.recorded(step)
         most = self._most_begun(done)
         shared.begin_step(done, most)
         self._tokens = opened.tokens
@@ -135,19 +131,25 @@ class FreeBatches:
             progress(self._progress())
 
         if (recorded := self._recorded) is None:
-            stays = not self._learns or isinstance(self._engine, HttpEngine)
             choose = partial(self._schedule.chosen, step)
-            places, ranks = shared.draw(choose, watch, stays)
+            places, ranks = shared.draw(choose, watch, self._draws_beside)
         else:
             places, ranks = shared.follow(recorded.learns, recorded.drawn, watch)
-        if self.episodes is not None:
+        if self.episodes is not None and not self._draws_beside:
             self.episodes.end_step(self._world, shared.groups, places)
+            self._inputs.write_answers()
         self._batch = [shared.groups[place] for place in places]
         if self._learns:
             self._to_compare = self._comparable(shared.groups)
         groups = shared.take(places)
         self._tokens -= sum(one.length for group in groups for one in group.completions)
         return groups, ranks
+
+    @property
+    def _draws_beside(self) -> bool:
+        """Whether the step's weights draw on while it learns."""
+        is_apart = not self._learns or isinstance(self._engine, HttpEngine)
+        return is_apart and self._recorded is None
 
     def _most_begun(self, done: int) -> int:
         """Groups that may begin in the step behind ``done`` ones: what the schedule leaves, or more
@@ -223,16 +225,16 @@ class FreeBatches:
         """
 
         def watch_all() -> None:
-            self.grading.poll()
+            self._inputs.grading.poll()
             watch()
 
-        if not self.record.is_ahead:
+        if not self._inputs.schedule.is_ahead:
             self._shared.draw_on(ended, watch_all)
 
     def grade_on(self, ended: Callable[[], bool], watch: Callable[[], None] = lambda: None) -> None:
         """Look after what grades until the step has learnt."""
         while not ended():
-            self.grading.poll()
+            self._inputs.grading.poll()
             watch()
             sleep(_TICK_S)
 
@@ -244,14 +246,16 @@ class FreeBatches:
         stats, kept = self._shared.end_step()
         groups, tokens = self._shared.groups, self._shared.open.tokens
         check_counted(kept, tokens - self._tokens, "the open groups and the batch")
+        if self.episodes is not None and self._draws_beside:
+            learnt = range(len(self._batch))
+            self.episodes.end_step(self._world, [*self._batch, *groups], learnt)
+            self._inputs.write_answers()
         if not self._learns:
             self._to_compare = self._comparable([*self._batch, *groups])
         learns = tuple(group.name for group in self._batch)
         drawn = {group.name: group.lengths for group in groups}
         line = ScheduledStep(step, learns, drawn, tuple(self._to_compare)).line()
-        self.record.append([line])
-        if self._writer is not None:
-            self._writer.write_on_first(self.record.write)
+        self._inputs.append_schedule([line])
         self._keep(groups)
         return stats
 
@@ -259,7 +263,7 @@ class FreeBatches:
         """Have these groups, as they are now, in the next checkpoint."""
         if self.episodes is None:
             self._kept = [group.copy() for group in groups]
-            return
+            return  # what is known of their episodes stays as others have said
         self._kept = [self.episodes.kept(group) for group in groups]
         self._kept_episodes = self.episodes.value(self._kept)
 
@@ -275,13 +279,13 @@ class FreeBatches:
         return replace(self._like, prompt=prompt, visit=visit)
 
     def _submit(self, group: Group) -> None:
-        self.grading.submit(group)
+        self._inputs.grading.submit(group)
 
     def _is_graded(self, group: Group) -> bool:
-        return self.grading.is_done(group)
+        return self._inputs.grading.is_done(group)
 
     def _progress(self) -> Progress:
-        self.grading.poll()
+        self._inputs.grading.poll()
         opened = self._shared.open
         stats, total = opened.counted, sum(one.request.samples for one in opened.groups)
         tokens, seconds = stats.generated_tokens, stats.seconds
@@ -319,7 +323,7 @@ class FreeBatches:
             prompt = prompt_of(self._prompts, name)
             request = replace(self._like, prompt=prompt, visit=visit)
             kept = [next(samples) for _ in lengths]
-            if self.episodes is None:
+            if not self._acts:
                 check_prompt(prompt, kept)
             group = OpenGroup(request, begun_after, dict(enumerate(kept or undrawn(request))))
             if not group.close_if_whole():
@@ -332,8 +336,10 @@ class FreeBatches:
                 f"isobit: {len(groups)} groups are open, and async.max_staleness = "
                 f"{self._schedule.ahead} has at most {most}: the next steps learn from older ones"
             )
-        if self.episodes is not None and "episodes" in tensors:
-            self.episodes.restore(value_of(tensors["episodes"])["episodes"])
+        found = value_of(tensors["episodes"])["episodes"] if "episodes" in tensors else []
+        if self.episodes is not None:
+            self.episodes.restore(found)
+        self._kept_episodes = found
         self._keep(groups)
 
     can_regrade = True

@@ -185,8 +185,6 @@ def draw_batch(run: RlRun, free: FreeBatches, step: int) -> GradedBatch:
     version = run.model.policy.version
     with run.clock("rollout"), run.console.generating("rollout") as progress:
         groups, ranks = free.sample(step, version, run.interruption.watched(progress))
-    if free.episodes is not None:
-        run.recorded.write_answers()
     run.console.notes(run.notes())
     run.check_noise_of(version, groups)
     grades = graded(run, groups, ranks)

@@ -164,10 +164,9 @@ class RlRun(Run[RunConfig, RlData]):
             self.sampler,
             like,
             data.train,
-            self.grading,
-            around.schedule,
-            around.writer,
+            self.recorded,
             learns,
+            self.config.environment is not None,
             self._with_answers(around.answers, CarriedEpisodes),
         )
 
@@ -201,7 +200,7 @@ class RlRun(Run[RunConfig, RlData]):
         )
         self._episodes = self._with_answers(answers)
         if self.free_batches is not None:
-            self.free_batches.take_records(self.grading, answers, schedule)
+            self.free_batches.take_records(self.recorded)
 
     def describe_sampling(self) -> list[str]:
         shape = self.model.policy.config

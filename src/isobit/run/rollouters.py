@@ -86,6 +86,12 @@ class RecordedInputs:
         if self.writer is not None:
             self.writer.write_on_first(self.answers.write)
 
+    def append_schedule(self, lines: Sequence[bytes]) -> None:
+        """Lines of the schedule, repeated or new, which are written."""
+        self.schedule.append(lines)
+        if self.writer is not None:
+            self.writer.write_on_first(self.schedule.write)
+
     def ahead(self) -> dict[str, list[str]]:
         """What the records of an interrupted run still have of rollouts to come."""
         records = {
@@ -102,9 +108,7 @@ class RecordedInputs:
         self.grading.append([line.encode() for line in found["gradings"]])
         self.answers.append([line.encode() for line in found["answers"]])
         self.write_answers()
-        self.schedule.append([line.encode() for line in found["schedule"]])
-        if self.writer is not None:
-            self.writer.write_on_first(self.schedule.write)
+        self.append_schedule([line.encode() for line in found["schedule"]])
 
 
 class Rollouters:
