@@ -322,7 +322,7 @@ def test_rollouters_draw_open_episodes_on_while_a_step_learns(
 ) -> None:
     """Killed in the middle of one and resumed, they leave what one process replays."""
     config = free_acting(2, name, cluster={"processes": ranks, "rollouters": rollouters})
-    go_on_in_turn(config, [(ranks, rollouters, 60), (ranks, rollouters, None)])
+    go_on_in_turn(config, [(ranks, rollouters, one) for one in (60, 70, None)])
     steps = steps_of(config.output)
     assert any(line["staleness/mean"] % 1 for line in steps)
 
@@ -333,9 +333,10 @@ def test_killed_runs_go_on_with_other_numbers_of_rollouters(
     layouts: Sequence[int], free_acting: MakeConfig
 ) -> None:
     """Of so many ranks all but one are rollouters."""
-    dies = [*range(30, 30 + 10 * len(layouts), 10)[:-1], None]
+    dies = [90, 70, 30, None]  # answers; there is a checkpoint behind some 70
     runs = [(ranks, ranks - 1, moment) for ranks, moment in zip(layouts, dies, strict=True)]
-    go_on_in_turn(free_acting(2), runs)
+    few = {"max_new_tokens": 40, "stop_tokens": STOPS, "max_sequences": 3}  # so that some are open
+    go_on_in_turn(free_acting(2, "Slow", rollout=few), runs)
 
 
 def go_on_in_turn(config: RunConfig, runs: Sequence[tuple[int, int, int | None]]) -> None:
@@ -369,3 +370,15 @@ def test_rollouters_without_staleness_leave_the_synchronous_run(
     in_world(2, "tests.run.acting:resume", {"config": values})
     found, expected = left_with_answers(config.output), left_with_answers(synchronous.output)
     assert found == expected
+
+
+@pytest.mark.exhaustive
+def test_servers_draw_for_several_ranks_and_after_a_death(
+    free_acting: MakeConfig, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    settings = read_config(tiny_folder)
+    with served(config=settings) as one, served(config=settings) as two:
+        servers = {"servers": [one, two], "server_key": "env:SERVER_KEY"}
+        rollout = {"max_new_tokens": 40, "stop_tokens": STOPS, "engine": "http", **servers}
+        go_on_in_turn(free_acting(2, rollout=rollout), [(2, 0, 50), (2, 0, None)])
