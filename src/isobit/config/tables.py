@@ -30,9 +30,8 @@ class AsyncConfig(Strict):
     """
     max_staleness: int | None = Field(default=None, ge=0, le=64)
     """Steps that a token may be older than the step that learns from it. A step learns from the
-    first groups that are whole; half-done samples go on with the next weights, and half-done
-    episodes of an environment too, where the processes that train draw them. 0 is the synchronous
-    run; by default ``lag`` says what is sampled when.
+    first groups that are whole; half-done samples, and episodes of an environment, go on with the
+    next weights. 0 is the synchronous run; by default ``lag`` says what is sampled when.
     """
 
 

@@ -8,7 +8,9 @@
 An answer is *used* once a token behind it has been drawn.  The answers that were used in a step are
 recorded with it, whenever they came; what has ended an episode is recorded with the step that
 learns from it.  So what is recorded of a step depends on its schedule alone.  A checkpoint holds
-the used answers of open episodes, and one that an answer has ended as half done.
+the used answers of open episodes, and one that an answer has ended as half done.  Where an engine
+draws on while a step learns (``isobit.run.free_batches``), the step's answers are recorded after
+that.
 
 The process of an episode stays between two steps, and runs its calls while a step learns.  It is
 gone after an interruption, or where a server has no room for others: then a new one is told of all
