@@ -176,15 +176,18 @@ def decode(asked: argparse.Namespace) -> None:
         case: Row = {"decode": format, "sequences": count, "keys": asked.keys}
         case |= {"part": attention.PART, "back_end": back_end}
         case |= {"apart": attention_decode.MOST_APART}
-        pages = -(-asked.keys // PAGE_TOKENS)
+        longest = max(asked.keys, asked.longest)
+        case |= {"longest": longest}
+        pages = -(-longest // PAGE_TOKENS)
         layers = [_pages(format, count * pages) for _ in range(4 if count > 64 else 16)]
         queries = _heads(format, count, HEADS, DIM)
         scales = _scales(format, count, HEADS, of_queries=True)
         table = torch.arange(count * pages, dtype=torch.int32, device="cuda").view(count, pages)
         lengths = torch.full((count,), asked.keys, dtype=torch.int32, device="cuda")
+        lengths[0] = longest
         attend = [
             partial(
-                attention_decode.decode_attention, queries, scales, keys, table, lengths, asked.keys
+                attention_decode.decode_attention, queries, scales, keys, table, lengths, longest
             )
             for keys in layers
         ]
@@ -254,6 +257,7 @@ def main() -> int:
             command.add_argument("--in-use", action="store_true")
         if name == "decode":
             command.add_argument("--keys", type=int, default=665)
+            command.add_argument("--longest", type=int, default=0, help="keys of one sequence")
             command.add_argument("--apart", type=int, default=attention_decode.MOST_APART)
             command.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 256])
         if name == "prefill":
