@@ -24,6 +24,8 @@ PAIRS = (
     ("int8", "bf16"),
     ("int8-backward", "bf16"),
     ("fp8-int8-attention", "bf16"),
+    *((f"{ratio}-{lag}", f"clipped-{lag}") for lag in (2, 8) for ratio in ("exact", "tis")),
+    *((f"clipped-{lag}", "int8-backward") for lag in (2, 8)),
 )
 """Arms that are compared, and with which."""
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179,

@@ -199,14 +199,16 @@ _RATIOS: dict[str, Changes] = {
     "tis": {"training.old_log_probs": "recomputed", "corrections": _TIS},
 }
 _LAG_ARMS: dict[str, Changes] = {
-    "fp8": ARMS["fp8"],
+    "int8-backward": _LATER["int8-backward"],
     **{
-        f"{name}-{lag}": {**ARMS["fp8"], **ratio, "async.lag": str(lag)}
+        f"{name}-{lag}": {**_LATER["int8-backward"], **ratio, "async.lag": str(lag)}
         for lag in (2, 8)
         for name, ratio in _RATIOS.items()
     },
 }
-"""Without a lag the ratio is 1, and all three are ``fp8``, which the others are compared with."""
+"""Without a lag the ratio is 1, and all three are the flow itself, which the others are compared
+with.
+"""
 LONG = "long"
 """``multiply`` over twice as many steps."""
 LADDER = "ladder-"

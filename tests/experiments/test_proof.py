@@ -15,7 +15,7 @@ from experiments.proof import decide, figures, gradients, ladder, rows, runs, su
 from experiments.proof.suite import EVERY, FIRST, plant, product_worked_out, rows_of
 from isobit import load_config
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.recipes import SftConfig
+from isobit.config.recipes import RunConfig, SftConfig
 from isobit.starter import starter_folder
 from isobit.store.directory import write_json
 from tests.experiments.made_up_rows import made_up_row
@@ -113,9 +113,9 @@ def test_every_arm_of_a_lag_is_a_recipe() -> None:
         assert run.problems == "gsm" and run.start == "start"
         config = load_config(runs.recipe_of(run.problems), runs.words_of(run.settings))
         assert run.task == f"lag-{config.training.learning_rate:.0e}".replace("e-0", "e-")
-        assert config.precision.preset == "fp8"
-        ratio, _, lag = run.arm.partition("-")
-        assert config.asynchrony.lag == int(lag or 0)
+        assert config.precision == RunConfig.model_fields["precision"].default
+        ratio, _, lag = run.arm.rpartition("-")
+        assert config.asynchrony.lag == (0 if run.arm == "int8-backward" else int(lag))
         assert isinstance(config.algorithm, GrpoConfig)
         assert config.algorithm.clip == ("none" if ratio == "exact" else "ratio")
         assert [one.type for one in config.corrections] == (["tis"] if ratio == "tis" else [])
