@@ -37,7 +37,7 @@ from isobit.rollout.open_groups import OpenGroup, cut
 from isobit.rollout.requests import Request
 from isobit.rollout.shared_groups import SharedGroups
 from isobit.run.pending import check_prompt, message_tensor, prompt_of, spread, value_of
-from isobit.run.rollouters import RecordedInputs
+from isobit.run.recorded_inputs import RecordedInputs
 from isobit.store.schedule_record import ScheduledStep
 from isobit.store.training_run import Dropped
 from isobit.training.token_count import check_counted

@@ -52,9 +52,10 @@ from isobit.run.grading import RecordedGrading
 from isobit.run.log import RlLog
 from isobit.run.pending import Pending, pending_bytes
 from isobit.run.plan import Plan
+from isobit.run.recorded_inputs import RecordedInputs
 from isobit.run.resolved import ResolvedRecipe
 from isobit.run.reward_models import plan_reward_models
-from isobit.run.rollouters import RecordedInputs, Rollouters, ask_for, evaluation_of, receive_for
+from isobit.run.rollouters import Rollouters, ask_for, evaluation_of, receive_for
 from isobit.run.run import Run, Surroundings
 from isobit.store.resume import Start
 from isobit.store.reward_record import AnswerRecord, RewardRecord

@@ -38,9 +38,8 @@ stand between two steps: with a lag between two questions, since they learn whil
 sampled; freely also while a batch is drawn, which they wait for.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -53,12 +52,9 @@ from isobit.records.text import Group
 from isobit.records.wire import groups_of
 from isobit.run.agreement import check_alike
 from isobit.run.evaluation import Evaluation, Evaluator
-from isobit.run.grading import RecordedGrading
+from isobit.run.recorded_inputs import RecordedInputs
 from isobit.store.manifest import environment
-from isobit.store.reward_record import AnswerRecord
-from isobit.store.schedule_record import ScheduleRecord
 from isobit.store.training_run import TrainingRun
-from isobit.store.waiting_writer import WaitingWriter
 from isobit.util.errors import Interrupted
 
 Asked = Literal["batch", "chosen", "open", "evaluation", "few"]
@@ -67,48 +63,6 @@ while it is learnt from; every evaluation set; the beginnings of a few answers.
 """
 _LEARNT = "learnt"
 """The note that says that the trainers have."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedInputs:
-    """What a run is given from outside, in records that go to the rollouters and come back with
-    more (``isobit.store.reward_record``).
-    """
-
-    grading: RecordedGrading
-    answers: AnswerRecord
-    schedule: ScheduleRecord
-    writer: WaitingWriter | None
-    """Writes them; None where they are sent to others."""
-
-    def write_answers(self) -> None:
-        """Write what a rollout has recorded."""
-        if self.writer is not None:
-            self.writer.write_on_first(self.answers.write)
-
-    def append_schedule(self, lines: Sequence[bytes]) -> None:
-        """Lines of the schedule, repeated or new, which are written."""
-        self.schedule.append(lines)
-        if self.writer is not None:
-            self.writer.write_on_first(self.schedule.write)
-
-    def ahead(self) -> dict[str, list[str]]:
-        """What the records of an interrupted run still have of rollouts to come."""
-        records = {
-            "gradings": self.grading.record,
-            "answers": self.answers,
-            "schedule": self.schedule,
-        }
-        return {
-            name: [line.decode() for line in record.lines_ahead] for name, record in records.items()
-        }
-
-    def append(self, found: Mapping[str, Sequence[str]]) -> None:
-        """What the rollouters were given, repeated or new.  All ranks together."""
-        self.grading.append([line.encode() for line in found["gradings"]])
-        self.answers.append([line.encode() for line in found["answers"]])
-        self.write_answers()
-        self.append_schedule([line.encode() for line in found["schedule"]])
 
 
 class Rollouters:
