@@ -154,7 +154,7 @@ RUNS: dict[str, dict[str, Changes]] = {
                 for name, ratio in _RATIOS.items()
             },
         }
-        for rate in ("1e-4", "5e-4")
+        for rate in ("1e-4", "2e-4", "5e-4")
     },
     "teachers": {
         "rewards": {},
