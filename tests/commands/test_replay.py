@@ -21,9 +21,10 @@ from isobit.models.safetensors import TensorFile
 from isobit.parallel.world import ALONE, World
 from isobit.rollout.contexts import ContextTable
 from isobit.run.loop import train
+from isobit.run.open_run import OpenRun
 from isobit.store.checkpoint import CHUNK_BYTES, _json_sha256
 from isobit.store.directory import RunDirectory
-from isobit.util.errors import ConfigError
+from isobit.util.errors import ConfigError, Interrupted
 from tests.tiny import json_lines, small_run, with_sections
 from tests.worlds import in_world
 
@@ -196,6 +197,28 @@ def test_a_run_that_was_resumed_is_replayed(
     train(settings(folder, tiny_folder, root, **constant, evaluation={"every": 3}), resume=True)
     assert found(replay(root)) == []
     assert found(replay(root, 6)) == []
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_run_that_was_stopped_before_an_evaluation_is_replayed(
+    step: int, folder: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint stands between the step and the evaluation."""
+    root, evaluate = tmp_path / "run", OpenRun.evaluate_if_due
+
+    def stopped(self: OpenRun[Any, Any], done: int) -> None:
+        if done == step:
+            raise Interrupted("SIGTERM", 15)
+        evaluate(self, done)
+
+    config = settings(folder, tiny_folder, root)
+    with monkeypatch.context() as patch:
+        patch.setattr(OpenRun, "evaluate_if_due", stopped)
+        with pytest.raises(Interrupted):
+            train(config)
+    train(config, resume=True)
+    for again in (None, step, step + 1, STEPS):
+        assert found(replay(root, again)) == []
 
 
 @pytest.mark.few(1)
@@ -510,6 +533,12 @@ def test_a_run_that_went_on_as_another_one(folder: Path, tiny_folder: Path, tmp_
     assert found(result) == [] and result.steps == range(5, 7)
     with pytest.raises(ConfigError, match=r"steps 5 to 6 .*another training\.learning_rate"):
         replay(root, 4)
+    for step in (4, 6):  # as keep_last = 1 leaves it
+        shutil.rmtree(root / "checkpoints" / f"step_{step:06}", ignore_errors=step == 4)
+        with pytest.raises(
+            ConfigError, match="no checkpoint from which step 5"
+        ):
+            replay(root)
 
 
 def by_a_rank(world: World, root: str) -> list[list[Any]]:

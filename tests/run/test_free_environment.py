@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import string
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,23 @@ def told_turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Environments, "ask", watched)
     return told
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("staleness", [None, 0, 1])
+@pytest.mark.parametrize("samples", [2, 3])
+def test_every_token_is_counted_where_all_turns_end_at_once(
+    staleness: int | None, samples: int, free_acting: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has nothing to do between turns of one token whose answers are recorded."""
+    monkeypatch.setattr(episodes, "read_turn", acting.reading(lambda text: [ToolCall("now", {})]))
+    stops = [*string.ascii_letters, *string.digits, *string.punctuation]
+    training = {"steps": 4, "prompts_per_step": 1, "samples_per_prompt": samples}
+    rollout = {"max_new_tokens": 40, "stop_tokens": stops, "max_sequences": 7}
+    config = free_acting(staleness, "Moody", training=training, rollout=rollout)
+    train(config, silent())
+    ask_nothing(monkeypatch)
+    assert replay(config.output, say=lambda _: None, recorded_rewards=True).differences == []
 
 
 def check_answers(root: Path) -> None:

@@ -174,13 +174,21 @@ def _lines(
     steps: range | None,
 ) -> Outcome:
     """Two files of lines, of which lines of one ``key`` are compared in their order."""
+
+    def of_steps(path: Path) -> list[tuple[int, Line]]:
+        # a grading, which has no step, is looked up by its key alone
+        lines = _with_steps(path, step_of)
+        return [
+            (step, line)
+            for step, line in lines
+            if steps is None or step in steps or (line and "step" not in line)
+        ]
+
     found = list[tuple[int, str]]()
     unmatched = defaultdict[str, deque[tuple[int, Line]]](deque)
-    for step, line in _with_steps(ours, step_of):
-        # a grading, which has no step, is looked up by its key alone
-        if steps is None or step in steps or (line and "step" not in line):
-            unmatched[json.dumps(key(line))].append((step, line))
-    lines = _with_steps(theirs, step_of)
+    for step, line in of_steps(ours):
+        unmatched[json.dumps(key(line))].append((step, line))
+    lines = of_steps(theirs)  # without the evaluation that a checkpoint may stand before
     for step, line in lines:
         same = unmatched[json.dumps(key(line))]
         if not line or not same:

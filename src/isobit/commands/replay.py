@@ -157,7 +157,7 @@ def find_source(
         )
     if step is None and earliest:
         say(f"no step up to {earliest} is done again: {why}")
-    checkpoint, damaged = _find_checkpoint(directory, digests, step, earliest, say, world)
+    checkpoint, damaged = _find_checkpoint(directory, digests, step, earliest, last, say, world)
     if checkpoint is None and earliest:
         raise ConfigError(
             f"{root} has no checkpoint from which step {step or earliest + 1} could be done again; "
@@ -209,13 +209,15 @@ def _find_checkpoint(
     digests: Mapping[int, StepDigests | None],
     step: int | None,
     earliest: int,
+    last: int,
     say: Say,
     world: World,
 ) -> tuple[Checkpoint | None, list[FileDifference]]:
     """The checkpoint to begin from, None for the start, and those that are damaged.
 
     For a ``step`` it is the newest one before it, and ``step``'s own is checked, too.  Else all are
-    checked, and it is the first one that is not before ``earliest``, where that is not the start.
+    checked, and it is the first one that is not before ``earliest``, where that is not the start,
+    and before the ``last`` step.
     """
     folders = broadcast(
         world,
@@ -233,7 +235,7 @@ def _find_checkpoint(
             damaged.append(FileDifference(n, name, f"it is damaged: {error}"))
             say(str(damaged[-1]))
             continue
-        begins = n < step if step is not None else 0 < earliest <= n
+        begins = n < step if step is not None else 0 < earliest <= n < last
         if begins and usable is None:
             usable = checkpoint
         if begins and step is not None:

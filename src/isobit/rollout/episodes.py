@@ -467,6 +467,7 @@ class Episodes:
         episode = self._open[handle]
         begun = Completion(episode.sequence, "", "aborted")
         self._engine.admit([episode.request], {handle: begun})
+        self._periods.note()  # it may have had nothing to do
 
     def _visible_results(
         self, parsed: Sequence[Parsed], answered: Sequence[Result]
