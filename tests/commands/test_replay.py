@@ -535,9 +535,7 @@ def test_a_run_that_went_on_as_another_one(folder: Path, tiny_folder: Path, tmp_
         replay(root, 4)
     for step in (4, 6):  # as keep_last = 1 leaves it
         shutil.rmtree(root / "checkpoints" / f"step_{step:06}", ignore_errors=step == 4)
-        with pytest.raises(
-            ConfigError, match="no checkpoint from which step 5"
-        ):
+        with pytest.raises(ConfigError, match="no checkpoint from which step 5"):
             replay(root)
 
 

@@ -233,8 +233,11 @@ def test_a_replay_that_draws_a_token_by_other_weights_is_found(
     assert {one.step for one in found.differences} != set()
 
 
-def draw_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first step does not learn before something is drawn beside it."""
+def test_servers_sample_while_a_step_learns_and_one_process_replays_it(
+    free: MakeConfig, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the servers had drawn when the weights changed is in the record alone."""
+    monkeypatch.setenv("SERVER_KEY", KEY)
     learn, turn, beside = Learner.update, OpenGroups.turn, Event()
 
     def watched(self: OpenGroups) -> None:
@@ -249,14 +252,6 @@ def draw_beside(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(OpenGroups, "turn", watched)
     monkeypatch.setattr(Learner, "update", until_drawn)
-
-
-def test_servers_sample_while_a_step_learns_and_one_process_replays_it(
-    free: MakeConfig, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the servers had drawn when the weights changed is in the record alone."""
-    monkeypatch.setenv("SERVER_KEY", KEY)
-    draw_beside(monkeypatch)
     settings = read_config(tiny_folder)
     with served(config=settings) as one, served(config=settings) as two:
         rollout = {"engine": "http", "servers": [one, two], "server_key": "env:SERVER_KEY"}
