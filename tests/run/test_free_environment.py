@@ -300,6 +300,7 @@ def test_a_server_has_room_for_few_episodes(
     assert {*failures} == {None}, "nobody was refused for long"
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_more_steps_than_it_once_had_is_replayed(free_acting: MakeConfig) -> None:
     """The last of the first steps could begin no group of the later ones.  Other answers are still
     found.
