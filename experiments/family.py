@@ -334,8 +334,8 @@ def main() -> None:
     if arguments.command == "table":
         print("\n".join(table(arguments.out)))
     else:
-        of = arguments
-        run_all(of.suites, of.seeds, of.jobs, of.threads, of.out)
+        sizes = arguments.seeds, arguments.jobs, arguments.threads
+        run_all(arguments.suites, *sizes, arguments.out)
 
 
 if __name__ == "__main__":
