@@ -14,7 +14,8 @@ of its own, so that a suite which was cut off goes on where it was: what is ther
 ``before`` and ``after`` are the greedy accuracy on 500 held-out problems; ``figures`` are means
 over all steps of what ``metrics.jsonl`` holds, ``last`` over the last five.  The table has the mean
 difference to ``BASES`` of the same seeds, with its standard error, where a suite has them; rewards
-of the last five steps and gradient norms of all.
+of the last five steps; means over all steps of the gradient norm and of the effective sample size
+of sequences, where rows have it.
 """
 
 import argparse
@@ -54,7 +55,7 @@ _HYBRID: Changes = {
 }
 BASES = "bf16", "fp8", "lag 0"
 """What runs of a suite that has them are compared with, seed by seed."""
-_MORE = "reward, last | gradient norm | differing | seconds |"
+_MORE = "reward, last | gradient norm | sequences' ESS | differing | seconds |"
 
 _ALGORITHMS: dict[str, Changes] = {
     "grpo": {},
@@ -305,10 +306,16 @@ def _line(name: str, by_seed: BySeed, bases: Sequence[BySeed]) -> str:
         *(_minus(by_seed, base) for base in bases),
         f"{fmean(row['last']['reward/mean'] for row in rows):.3f}",
         f"{fmean(row['figures']['grad_norm'] for row in rows):.2f}",
+        f"{fmean(ess):.2f}" if (ess := _known(rows, "ratio/effective_sequences")) else "-",
         f"{differing:,} of {sum(row['tokens_compared'] for row in rows):,}",
         f"{fmean(row['train_seconds'] for row in rows):.0f}",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _known(rows: Sequence[Mapping[str, Any]], figure: str) -> list[float]:
+    """A figure of the rows that have it."""
+    return [row["figures"][figure] for row in rows if figure in row["figures"]]
 
 
 def _minus(by_seed: BySeed, base: BySeed) -> str:

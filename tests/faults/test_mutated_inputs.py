@@ -291,7 +291,7 @@ def datasets(made: Path, here: Path, draw: random.Random) -> Mutation:
         row = row | {"messages": TALK[:5], "rejected": ROW["completion"], "chosen": TALK[6:]}
     what = ""
     if draw.random() < 0.6:
-        # Arrow reads 100 levels; to write n takes it memory by n^3, at 960 more than there is.
+        # Arrow reads 100 levels, and writing n takes memory that grows as n^3: 3 GiB at 960.
         deepest = 200 if ending == "parquet" else 960
         deep = draw.random() < 0.15
         other = with_depth(row, draw, deepest) if deep else mutated_json(row, draw)

@@ -14,7 +14,7 @@ are episodes (``isobit.rollout.carried_episodes``).
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -73,7 +73,7 @@ class FreeBatches:
         none.
         """
         self._acts = acts
-        self.episodes = episodes
+        self._episodes = episodes
         self._schedule = schedule
         self._engine, self._sampler, self._like = engine, sampler, like
         self._prompts, self._inputs = prompts, recorded
@@ -102,8 +102,8 @@ class FreeBatches:
     def take_records(self, recorded: RecordedInputs) -> None:
         """Give what these records still have before anything new, from now on."""
         self._inputs = recorded
-        if self.episodes is not None:
-            self.episodes.take_log(recorded.answers)
+        if self._episodes is not None:
+            self._episodes.take_log(recorded.answers)
 
     # A step.
 
@@ -123,9 +123,9 @@ class FreeBatches:
         most = self._most_begun(done)
         shared.begin_step(done, most)
         self._tokens = opened.tokens
-        if self.episodes is not None:
+        if self._episodes is not None:
             names = [*(group.name for group in shared.groups), *self._next_names(most)]
-            self.episodes.begin_step(version, names)
+            self._episodes.begin_step(version, names)
 
         def watch() -> None:
             progress(self._progress())
@@ -135,9 +135,8 @@ class FreeBatches:
             places, ranks = shared.draw(choose, watch, self._draws_beside)
         else:
             places, ranks = shared.follow(recorded.learns, recorded.drawn, watch)
-        if self.episodes is not None and not self._draws_beside:
-            self.episodes.end_step(self._world, shared.groups, places)
-            self._inputs.write_answers()
+        if not self._draws_beside:
+            self._record_answers(shared.groups, places)
         self._batch = [shared.groups[place] for place in places]
         if self._learns:
             self._to_compare = self._comparable(shared.groups)
@@ -150,6 +149,12 @@ class FreeBatches:
         """Whether the step's weights draw on while it learns."""
         is_apart = not self._learns or isinstance(self._engine, HttpEngine)
         return is_apart and self._recorded is None
+
+    def _record_answers(self, groups: Sequence[OpenGroup], learnt: Collection[int]) -> None:
+        """Those that the step's weights used, of groups of which it learns from some, by place."""
+        if self._episodes is not None:
+            self._episodes.end_step(self._world, groups, learnt)
+            self._inputs.write_answers()
 
     def _most_begun(self, done: int) -> int:
         """Groups that may begin in the step behind ``done`` ones: what the schedule leaves, or more
@@ -246,10 +251,8 @@ class FreeBatches:
         stats, kept = self._shared.end_step()
         groups, tokens = self._shared.groups, self._shared.open.tokens
         check_counted(kept, tokens - self._tokens, "the open groups and the batch")
-        if self.episodes is not None and self._draws_beside:
-            learnt = range(len(self._batch))
-            self.episodes.end_step(self._world, [*self._batch, *groups], learnt)
-            self._inputs.write_answers()
+        if self._draws_beside:
+            self._record_answers([*self._batch, *groups], range(len(self._batch)))
         if not self._learns:
             self._to_compare = self._comparable([*self._batch, *groups])
         learns = tuple(group.name for group in self._batch)
@@ -261,11 +264,11 @@ class FreeBatches:
 
     def _keep(self, groups: Sequence[OpenGroup]) -> None:
         """Have these groups, as they are now, in the next checkpoint."""
-        if self.episodes is None:
+        if self._episodes is None:
             self._kept = [group.copy() for group in groups]
             return  # what is known of their episodes stays as others have said
-        self._kept = [self.episodes.kept(group) for group in groups]
-        self._kept_episodes = self.episodes.value(self._kept)
+        self._kept = [self._episodes.kept(group) for group in groups]
+        self._kept_episodes = self._episodes.value(self._kept)
 
     def _next_names(self, count: int) -> list[Name]:
         """The next prompts with their visits, which stay the next ones."""
@@ -337,8 +340,8 @@ class FreeBatches:
                 f"{self._schedule.ahead} has at most {most}: the next steps learn from older ones"
             )
         found = value_of(tensors["episodes"])["episodes"] if "episodes" in tensors else []
-        if self.episodes is not None:
-            self.episodes.restore(found)
+        if self._episodes is not None:
+            self._episodes.restore(found)
         self._kept_episodes = found
         self._keep(groups)
 
