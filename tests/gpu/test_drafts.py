@@ -44,7 +44,7 @@ def runner_of(engine: NativeEngine) -> GraphRunner:
 
 
 def drawn(policy: Policy, wanted: list[Request]) -> list[list[Completion]]:
-    return generate(NativeEngine(policy, RolloutConfig(), None, seed=0), wanted)
+    return generate(NativeEngine(policy, RolloutConfig(speculation=0), None, seed=0), wanted)
 
 
 def check_guesses(

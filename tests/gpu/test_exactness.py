@@ -68,7 +68,9 @@ def test_a_hybrids_sample_does_not_depend_on_how_it_was_scheduled(
     sizes: dict[str, int], make_policy: MakePolicy
 ) -> None:
     policy = make_policy("hybrid", "int8", trainable=False)
-    expected = generate(NativeEngine(policy, RolloutConfig(max_sequences=1), None, 1), requests(4))
+    expected = generate(
+        NativeEngine(policy, RolloutConfig(max_sequences=1, speculation=0), None, 1), requests(4)
+    )
     made = generate(NativeEngine(policy, RolloutConfig(**sizes), None, 1), requests(4))  # type: ignore[arg-type]
     assert made == expected
 

@@ -83,7 +83,7 @@ def test_adapters_of_70b_on_eight_h100s() -> None:
     assert "take sequences of no more" in text and "rollout.max_batched_tokens = " in text
     assert "8,201 fit on an H200 (139 GiB) with training.recompute = 'mlp'" in text
     assert re.search(r"\n  published weights +68\.5 GiB +68\.5 GiB\n", text)
-    assert re.search(r"\n  together +81\.9 GiB +251 GiB$", text)
+    assert re.search(r"\n  together +82\.1 GiB +251 GiB$", text)
 
 
 def test_engines_that_processes_share_are_a_way_out() -> None:

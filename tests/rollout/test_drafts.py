@@ -863,6 +863,25 @@ def test_a_later_visit_with_the_same_answers_takes_fewer_steps(pipelined: bool) 
     assert engine.stats.accepted_tokens > 0.9 * engine.stats.drafted_tokens
 
 
+def test_guesses_are_on_by_default_where_what_they_cost_is_learnt() -> None:
+    """By an executor with a clock of its own, as on a GPU that no other shares, and planned for."""
+    assert make_engine(wrap=Ticking)[0]._drafter is not None
+    for engine in (
+        make_engine()[0],
+        open_engine(True)[0],
+        make_engine(wrap=Ticking, speculation=0)[0],
+    ):
+        assert engine._drafter is None
+    policy = policy_of("fp8")
+    by_default, off = (
+        forward_bytes(TINY, policy.flow, config, policy.backend.sizes)
+        for config in (RolloutConfig(), RolloutConfig(speculation=0))
+    )
+    assert by_default > off
+    servers = {"engine": "http", "servers": ["http://a:1"]}
+    check_engine(RunConfig.model_validate(small_run(Path("a"), Path("b"), rollout=servers)))
+
+
 def test_other_engines_refuse_it_and_the_memory_plan_counts_its_rows(tmp_path: Path) -> None:
     sections: dict[str, Any] = {
         "rollout": {"speculation": 4, "engine": "http", "servers": ["http://a:1"]}

@@ -45,10 +45,10 @@ class RolloutConfig(Strict):
     kv_memory_gib: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
     """Size of the KV cache; by default 2 on a CPU, and on a GPU what is free or planned."""
 
-    speculation: int = Field(default=0, ge=0, le=MAX_DRAFT)
+    speculation: int | None = Field(default=None, ge=0, le=MAX_DRAFT)
     """The most tokens that are guessed behind a sequence, from its prompt and from earlier answers
-    to it, and verified in one forward. No token, log-probability or byte of a run depends on it. 0
-    is off, the default until its speed with trained models has been measured on a GPU.
+    to it, and verified in one forward. No token, log-probability or byte of a run depends on it. By
+    default 7 where the engine has a GPU of its own, and else 0, which is off.
     """
 
     @field_validator("top_k")

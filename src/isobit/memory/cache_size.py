@@ -490,7 +490,7 @@ def forward_bytes(
     tokens = batched_tokens(config, sizes)
     keys = 4 * shape.num_kv_heads * shape.head_dim * (tokens + shape.max_positions)
     heads = AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim)
-    verified = SPECULATED_ROWS if config.speculation else 0
+    verified = 0 if config.speculation == 0 else SPECULATED_ROWS
     keys += sizes.joined_parts(heads, max(config.max_sequences, verified), shape.max_positions)
     logits = 3 * 4 * shape.num_drawn * (config.max_sequences + verified)
     return token * (tokens + verified) + once + keys + logits

@@ -42,6 +42,8 @@ from isobit.memory.cache_size import SPECULATED_ROWS
 from isobit.rollout.contexts import SLOTS, ContextTable
 from isobit.rollout.sequence import Sample
 
+GUESSES = 7
+"""Behind a sample at most, by default."""
 NEW_SHARES = [1 - 0.85**count for count in range(100)]
 """The weight in a sample's rates of so many new tokens."""
 LONGEST_REST = 31
@@ -159,7 +161,7 @@ class _Planned:
     """A step of decoding samples alone."""
 
     samples: Sequence[Sample]
-    drawn: Sequence[int]  # their tokens so far
+    drawn: Sequence[int]  # their tokens so far, where any has guesses or was waited for
     plain_s: float  # without guesses, by estimate
     device_s: float  # by estimate
     expected: float  # guesses to be accepted; 0 where it has none
@@ -280,7 +282,8 @@ class Drafter:
             length = max([sample.length for sample in decoding])
             (plain_s,) = self._seconds_of(plain, plain, length)
             (device_s,) = self._seconds_of(rows, rows, length) if drafts else (plain_s,)
-            drawn = [sample.drawn for sample in decoding]
+            is_told = bool(drafts) or self._has_waited
+            drawn = [sample.drawn for sample in decoding] if is_told else ()
             expected = sum(sum(_chances(rate, count, 1.0)) for rate, count in drafts)
             self._planned = _Planned(decoding, drawn, plain_s, device_s, expected, self._has_waited)
 

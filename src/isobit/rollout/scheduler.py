@@ -289,10 +289,10 @@ class Scheduler:
             self.running = [sample for sample in self.running if sample.finish_reason is None]
             self._executor.forget(finished)
             self._finished += finished
+            if self._drafter is not None:
+                self._drafter.note(*finished)
             for sample in finished:
                 self._lengths.note(sample.handle, sample.length - sample.prompt.length)
-                if self._drafter is not None:
-                    self._drafter.note(sample)
                 if sample.prompt.request.comes_back and sample.finish_reason == "stop":
                     sample.park_pages(self._allocator)
                 else:

@@ -401,7 +401,7 @@ class RlLog(TrainingLog[EvalResult]):
             figures["rollout/dropped_groups"] = collected.dropped_groups
         if self._config.environment is not None:
             figures["rollout/kept_tokens"] = engine.kept_tokens
-        if self._config.rollout.speculation:
+        if self._config.rollout.speculation or engine.drafted_tokens:
             figures["rollout/drafted_tokens"] = engine.drafted_tokens
             figures["rollout/accepted_tokens"] = engine.accepted_tokens
         if self._config.rollout.engine != "native":
