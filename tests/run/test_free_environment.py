@@ -52,7 +52,7 @@ def free_acting(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> Mak
             "async": {"max_staleness": max_staleness},
             "tracking": {"completions": "all"},
         }
-        gives = name in ("Counter", "Paced", "Slow")
+        gives = name in ("Counter", "Paced", "Slow", "Ticking")
         reward = "environment" if gives else "isobit.starter.tasks:correct_answer"
         return make_config(reward, **{**given, **sections})
 
@@ -373,6 +373,44 @@ def go_on_in_turn(config: RunConfig, runs: Sequence[tuple[int, int, int | None]]
     steps = steps_of(config.output)
     assert [line["log_prob_diff/tokens_differing"] for line in steps] == [0] * STEPS
     assert replay(config.output, say=lambda _: None).differences == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("ranks", "rollouters"), [(1, 0), (2, 1), (3, 2), (2, 0)])
+def test_answers_that_outlive_the_line_of_their_step_are_not_asked_for_again(
+    ranks: int, rollouters: int, free_acting: MakeConfig
+) -> None:
+    """Of an environment that says something else each time.  Which groups the step learns from, and
+    so which of the answers are used again, is a matter of time.
+    """
+    cluster = {"processes": ranks, "rollouters": rollouters}
+    config = free_acting(2, "Ticking", cluster=cluster)
+    case = {"config": config.model_dump(mode="json", by_alias=True)}
+    dies, lives = (
+        {"unscheduled": step, "counter": f"{config.output}-{step}"} for step in (3, None)
+    )
+    with pytest.raises(AssertionError, match="exit -9"):
+        in_world(ranks, "tests.run.acting:resume", {**case, **dies})
+    before = said_by_version(config.output, 3)
+    assert [line["step"] for line in schedule_of(config.output)] == [1, 2]
+    in_world(ranks, "tests.run.acting:resume", {**case, **lives})
+    after = said_by_version(config.output, 3)
+    again = before.keys() & after.keys()
+    assert len(again) > 5
+    assert {key: after[key] for key in again} == {key: before[key] for key in again}
+    assert replay(config.output, say=lambda _: None, recorded_rewards=True).differences == []
+
+
+def said_by_version(root: Path, version: int) -> dict[str, Any]:
+    """What was said in the step by these weights, by keys."""
+    lines = json_lines(root / "environment.jsonl")
+    found = [one for one in lines if one["weights_version"] == version]
+    return {
+        str(key): said
+        for line in found
+        for key, said in line["answers"]
+        if not key[0].startswith("held")
+    }
 
 
 @pytest.mark.exhaustive

@@ -98,8 +98,9 @@ class CarriedEpisodes(Episodes):
     # A step.
 
     def take_log(self, answers: AnswerLog) -> None:
-        """Look answers up in this record from now on."""
+        """Look answers up in this record from now on, in the middle of a step those of the step."""
         self._answers = answers
+        answers.begin(*self._step)
 
     def begin_step(self, weights_version: int, prompts: Sequence[tuple[str, int]]) -> None:
         """The answers of a step that draws these prompts come next."""
