@@ -221,7 +221,7 @@ def test_a_record_that_is_taken_in_a_step_has_the_answers_of_the_step(
     def of_the_step(record: LineRecord) -> SentAnswers:
         return SentAnswers(lambda _: None, record.lines_ahead)
 
-    def drawn(process: Process, record: AnswerRecord) -> SentAnswers:
+    def drawn(process: Process, record: SentAnswers) -> SentAnswers:
         """A whole step, from what a record has.  -> The last record that is taken in it."""
         carried = made(CarriedEpisodes, process, record, SIZES)
         if taken == "before the step":

@@ -119,7 +119,8 @@ class FreeBatches:
         """
         done = step - 1
         shared, opened = self._shared, self._shared.open
-        self._version, self._recorded = version, self._inputs.schedule.recorded(step)
+        learns = self._schedule.per_step
+        self._version, self._recorded = version, self._inputs.schedule.recorded(step, learns)
         most = self._most_begun(done)
         shared.begin_step(done, most)
         self._tokens = opened.tokens
