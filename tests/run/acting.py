@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from isobit.rollout.shared_groups import SharedGroups
 from isobit.run.free_batches import FreeBatches
 from isobit.run.recorded_inputs import RecordedInputs
 from isobit.run.rollouter_process import train_by_ranks
+from isobit.util.errors import PeerError, ToolError
 
 
 def reading(parse: Callable[[str], list[Parsed]]) -> Callable[..., Said]:
@@ -77,6 +79,33 @@ def die_before_schedule(step: int, ranks: Path) -> None:
 
     kinds: Any = RecordedInputs, FreeBatches, SharedGroups
     kinds[0].append_schedule, kinds[1].draw_on, kinds[2]._whole_here = dying, drawing, hastily
+
+
+def fail_beside(step: int, turns: int) -> None:
+    """Have the drawing beside a step fail, behind some turns."""
+    draw_on, steps = FreeBatches.draw_on, count(1)
+
+    def failing(self: FreeBatches, ended: Callable[[], bool], *more: Any) -> None:
+        if next(steps) != step:
+            draw_on(self, ended, *more)
+            return
+        left = iter(range(turns))
+        draw_on(self, lambda: next(left, None) is None, *more)
+        raise ToolError("the host of the environments ends again and again")
+
+    kind: Any = FreeBatches
+    kind.draw_on = failing
+
+
+def fails_beside(world: World, case: dict[str, Any]) -> str:
+    """Of the last rank; what each raises."""
+    if world.rank == world.size - 1:
+        fail_beside(3, case["turns"])
+    try:
+        resume(world, case)
+    except (ToolError, PeerError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("it has gone on")
 
 
 def _write(file: Path, text: str) -> None:

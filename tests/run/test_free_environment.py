@@ -19,9 +19,11 @@ from isobit.observe.console import silent
 from isobit.records.sequence import GIVEN
 from isobit.records.wire import completions_of
 from isobit.rollout import episodes
+from isobit.run.free_batches import FreeBatches
 from isobit.run.loop import train
 from isobit.run.pending import value_of
 from isobit.store.keeper import CheckpointKeeper
+from isobit.util.errors import ToolError
 from tests.environments.servers import Count, serving
 from tests.rollout.served import served
 from tests.run import acting
@@ -275,6 +277,64 @@ def test_servers_draw_open_episodes_on_while_a_step_learns(
     ask_nothing(monkeypatch)
     again = replay(config.output, say=lambda _: None, recorded_rewards=True)
     assert again.differences == []
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["Counter", "Speaks", "Slow"])
+@pytest.mark.parametrize("turns", [3, 0])
+def test_a_step_is_not_lost_where_the_drawing_beside_it_fails(
+    name: str,
+    turns: int,
+    free_acting: MakeConfig,
+    tiny_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No checkpoint was due: the last one holds the step all the same."""
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    rollout = {"max_new_tokens": 40, "stop_tokens": STOPS, "engine": "http"}
+    with served(config=read_config(tiny_folder)) as one:
+        servers = {"servers": [one], "server_key": "env:SERVER_KEY"}
+        config = free_acting(2, name, rollout={**rollout, **servers}, checkpoint={"every": 0})
+        with monkeypatch.context() as patch:
+            patch.setattr(FreeBatches, "draw_on", FreeBatches.draw_on)  # is put back
+            acting.fail_beside(3, turns)
+            with pytest.raises(ToolError, match="again and again"):
+                train(config, silent())
+        assert [one.name for one in (config.output / "checkpoints").iterdir()] == ["step_000003"]
+        train(config, silent(), resume=True)
+    check_whole(config)
+    ask_nothing(monkeypatch)
+    again = replay(config.output, say=lambda _: None, recorded_rewards=True)
+    assert again.differences == []
+
+
+def check_whole(config: RunConfig) -> None:
+    """Nothing is learnt from twice, late, or by other weights than were compared."""
+    lines = schedule_of(config.output)
+    learnt = [tuple(name) for line in lines for name in line["learns"]]
+    assert len({*learnt}) == len(learnt) == STEPS * config.training.prompts_per_step
+    check_bounds(config.output, 2, STEPS, config.training.prompts_per_step)
+    check_answers(config.output)
+    steps = steps_of(config.output)
+    assert [line["log_prob_diff/tokens_differing"] for line in steps] == [0] * STEPS
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("turns", [3, 0])
+def test_a_step_is_not_lost_where_a_rollouter_fails_beside_it(
+    ranks: int, turns: int, free_acting: MakeConfig
+) -> None:
+    cluster = {"processes": ranks, "rollouters": ranks - 1}
+    config = free_acting(2, checkpoint={"every": 0}, cluster=cluster)
+    case = {"config": config.model_dump(mode="json", by_alias=True), "turns": turns}
+    *others, last = in_world(ranks, "tests.run.acting:fails_beside", case)
+    assert last.startswith("ToolError: the host")
+    assert all(f"rank {ranks - 1} failed: ToolError: the host" in one for one in others)
+    assert [one.name for one in (config.output / "checkpoints").iterdir()] == ["step_000003"]
+    in_world(ranks, "tests.run.acting:resume", case)
+    check_whole(config)
+    assert replay(config.output, say=lambda _: None).differences == []
 
 
 def test_a_server_has_room_for_few_episodes(

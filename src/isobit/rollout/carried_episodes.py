@@ -177,6 +177,13 @@ class CarriedEpisodes(Episodes):
             for key, content in answers:
                 self._know(handle, key, content, is_new=False)
 
+    def go_back(self, value: Sequence[Any], groups: Sequence[OpenGroup]) -> None:
+        """Take the half-done episodes of these groups for what ``value`` has."""
+        half_done = {handle for group in groups for handle in group.half_done}
+        for handle in half_done:
+            self._stopped.pop(handle, None)
+        self.restore([one for one in value if Handle(*one[0]) in half_done])
+
     # What a sampler is asked.
 
     def submit(self, requests: Sequence[Request], follow: Follow = "end") -> list[list[Handle]]:

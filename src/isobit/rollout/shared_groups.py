@@ -151,6 +151,14 @@ class SharedGroups:
                 if not self.open.num_live and len(self._dealt) >= self._limit:
                     return
 
+    def go_back(self, groups: list[OpenGroup]) -> None:
+        """Drop what this rank's engine has, and go on with these groups, which are the same on all
+        ranks.
+        """
+        self.open.stop()
+        self.open.groups = groups
+        self._count_anew()
+
     def end_step(self) -> tuple[EngineStats, int]:
         """-> What the engines of all ranks have done, and the tokens that samples got from them.
         All ranks together.
