@@ -250,6 +250,21 @@ class Moody:
         return time.monotonic_ns() % 1_000_000 / 1e6
 
 
+class Ticking(Counter):
+    """Says something else each time."""
+
+    def add(self, count: int) -> str:
+        """Add to the total.
+
+        Args:
+            count: How many steps.
+        """
+        return f"{super().add(count)} at {time.monotonic_ns() % 1000}"
+
+    def get_reward(self) -> float:
+        return time.monotonic_ns() % 1_000_000 / 1e6
+
+
 class Undocumented:
     def act(self, what) -> str:
         return what

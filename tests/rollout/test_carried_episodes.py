@@ -21,7 +21,7 @@ from isobit.rollout.episodes import Episodes, Tools
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.open_groups import OpenGroup, OpenGroups
 from isobit.rollout.requests import Handle, Request
-from isobit.store.reward_record import AnswerRecord
+from isobit.store.reward_record import AnswerRecord, LineRecord, SentAnswers
 from tests.rollout.test_episodes import CONTEXT, ENDS, SIZES, TIGHT, policy_of, requests, tokenizer
 from tests.run import acting
 
@@ -207,3 +207,46 @@ def test_an_evaluation_of_the_same_prompts_meets_none_of_them(kind: str, seed: i
     run = Run(chance, kind, SIZES, evaluate)
     assert run.complete(wanted) == expected
     assert evaluations.keys() == {True}
+
+
+@pytest.mark.parametrize("taken", ["before the step", "before the first token", "in the middle"])
+@pytest.mark.parametrize("kind", ["plain", "opens", "leads"])
+def test_a_record_that_is_taken_in_a_step_has_the_answers_of_the_step(
+    kind: str, taken: str
+) -> None:
+    """As a rollouter gets one with each question: nothing that it has is asked again."""
+    wanted = requests()
+    names = [(request.prompt.id, request.visit) for request in wanted]
+
+    def of_the_step(record: LineRecord) -> SentAnswers:
+        return SentAnswers(lambda _: None, record.lines_ahead)
+
+    def drawn(process: Process, record: SentAnswers) -> SentAnswers:
+        """A whole step, from what a record has.  -> The last record that is taken in it."""
+        carried = made(CarriedEpisodes, process, record, SIZES)
+        if taken == "before the step":
+            carried.take_log(record := of_the_step(record))
+        carried.begin_step(1, names)
+        if taken == "before the first token":
+            carried.take_log(record := of_the_step(record))
+        opened = OpenGroups(carried, lambda: None, lambda _: None)
+        opened.groups += [OpenGroup(request, 0) for request in wanted]
+        for group in opened.groups:
+            opened._submit(group)
+        for turn in range(2000):
+            if taken == "in the middle" and turn == 6:
+                carried.take_log(record := of_the_step(record))
+            if not opened.num_live:
+                break
+            opened.turn()
+        opened.pause()
+        carried.end_step(ALONE, opened.groups, range(len(wanted)))
+        return record
+
+    asked = Process(random.Random(1), kind)
+    first = drawn(asked, SentAnswers(lambda _: None, []))
+    again = Process(random.Random(2), kind)
+    second = drawn(again, SentAnswers(lambda _: None, first.sent))
+    assert len(asked.asked) > 5
+    assert again.asked == []
+    assert second.sent == first.sent

@@ -2,7 +2,8 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,11 @@ from isobit.environments.pool import Environments
 from isobit.parallel.world import World
 from isobit.rollout import episodes
 from isobit.rollout.episodes import Episodes
+from isobit.rollout.shared_groups import SharedGroups
+from isobit.run.free_batches import FreeBatches
+from isobit.run.recorded_inputs import RecordedInputs
 from isobit.run.rollouter_process import train_by_ranks
+from isobit.util.errors import PeerError, ToolError
 
 
 def reading(parse: Callable[[str], list[Parsed]]) -> Callable[..., Said]:
@@ -51,6 +56,58 @@ def die_at(moment: int, recorded: int, counter: Path) -> None:
     kind._go_on, environments.ask = dying, asking
 
 
+def die_before_schedule(step: int, ranks: Path) -> None:
+    """Kill all ranks when the answers of a step are written, and its line of the schedule is not; a
+    step is chosen before its groups are graded, and all that may be drawn beside it is.
+    """
+    _write(ranks, f"{os.getpid()} ")
+    append, draw_on = RecordedInputs.append_schedule, FreeBatches.draw_on
+    whole_here = SharedGroups._whole_here
+
+    def dying(self: RecordedInputs, lines: Sequence[bytes]) -> None:
+        if self.writer is not None and any(f'"step": {step},'.encode() in one for one in lines):
+            for rank in {*map(int, ranks.read_text().split())} - {os.getpid()}:
+                os.kill(rank, signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        append(self, lines)
+
+    def drawing(self: FreeBatches, ended: Callable[[], bool], *more: Any) -> None:
+        draw_on(self, lambda: False, *more)
+
+    def hastily(self: SharedGroups, graded: bool) -> set[int]:
+        return whole_here(self, False)
+
+    kinds: Any = RecordedInputs, FreeBatches, SharedGroups
+    kinds[0].append_schedule, kinds[1].draw_on, kinds[2]._whole_here = dying, drawing, hastily
+
+
+def fail_beside(step: int, turns: int) -> None:
+    """Have the drawing beside a step fail, behind some turns."""
+    draw_on, steps = FreeBatches.draw_on, count(1)
+
+    def failing(self: FreeBatches, ended: Callable[[], bool], *more: Any) -> None:
+        if next(steps) != step:
+            draw_on(self, ended, *more)
+            return
+        left = iter(range(turns))
+        draw_on(self, lambda: next(left, None) is None, *more)
+        raise ToolError("the host of the environments ends again and again")
+
+    kind: Any = FreeBatches
+    kind.draw_on = failing
+
+
+def fails_beside(world: World, case: dict[str, Any]) -> str:
+    """Of the last rank; what each raises."""
+    if world.rank == world.size - 1:
+        fail_beside(3, case["turns"])
+    try:
+        resume(world, case)
+    except (ToolError, PeerError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("it has gone on")
+
+
 def _write(file: Path, text: str) -> None:
     with file.open("a") as opened:
         opened.write(text)
@@ -62,4 +119,6 @@ def resume(world: World, case: dict[str, Any]) -> None:
     if "dies" in case:
         moment, recorded = case["dies"]
         die_at(moment, recorded, Path(case["counter"]))
+    if "unscheduled" in case:
+        die_before_schedule(case["unscheduled"], Path(case["counter"]).with_suffix(".ranks"))
     train_by_ranks(RunConfig.model_validate(case["config"]), resume=True, world=world)

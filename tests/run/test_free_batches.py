@@ -383,6 +383,33 @@ def test_rollouters_draw_while_a_step_learns_and_one_process_replays_it(
     assert replay(root, say=lambda _: None).differences == []
 
 
+def test_a_line_that_no_run_would_write_is_told(
+    free: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One without groups is damaged; one of other prompts is not followed, until it is taken out,
+    nor by a replay.
+    """
+    config = free(1, training={"steps": 3, "learning_rate": 1e-2})
+    train(config)
+    shutil.rmtree(config.output / "checkpoints" / "step_000003")
+    shutil.rmtree(config.output / "checkpoints" / "step_000002")
+    path = config.output / "schedule.jsonl"
+    first, second, third = path.read_text().splitlines(keepends=True)
+    line = json.loads(second)
+    path.write_text(first + json.dumps({**line, "learns": [["nobody", 0], *line["learns"][1:]]}))
+    with path.open("a") as file:
+        file.write(f"\n{third}")
+    for again in (lambda: replay(config.output, 2), lambda: train(config, resume=True)):
+        with pytest.raises(CheckpointError, match=r"line of step 2 in .*nobody.* put the run's"):
+            again()
+    capsys.readouterr()
+    path.write_text(first + json.dumps({**line, "learns": []}) + f"\n{third}")
+    train(config, resume=True)
+    assert "the line of this step in schedule.jsonl is damaged" in capsys.readouterr().out
+    assert [line["step"] for line in schedule_of(config.output)] == [1, 2, 3]
+    assert replay(config.output, say=lambda _: None).differences == []
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("staleness", [2, None])
 def test_ranks_train_together_with_servers_of_their_own(

@@ -19,9 +19,11 @@ from isobit.observe.console import silent
 from isobit.records.sequence import GIVEN
 from isobit.records.wire import completions_of
 from isobit.rollout import episodes
+from isobit.run.free_batches import FreeBatches
 from isobit.run.loop import train
 from isobit.run.pending import value_of
 from isobit.store.keeper import CheckpointKeeper
+from isobit.util.errors import ToolError
 from tests.environments.servers import Count, serving
 from tests.rollout.served import served
 from tests.run import acting
@@ -52,7 +54,7 @@ def free_acting(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> Mak
             "async": {"max_staleness": max_staleness},
             "tracking": {"completions": "all"},
         }
-        gives = name in ("Counter", "Paced", "Slow")
+        gives = name in ("Counter", "Paced", "Slow", "Ticking")
         reward = "environment" if gives else "isobit.starter.tasks:correct_answer"
         return make_config(reward, **{**given, **sections})
 
@@ -277,6 +279,64 @@ def test_servers_draw_open_episodes_on_while_a_step_learns(
     assert again.differences == []
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["Counter", "Speaks", "Slow"])
+@pytest.mark.parametrize("turns", [3, 0])
+def test_a_step_is_not_lost_where_the_drawing_beside_it_fails(
+    name: str,
+    turns: int,
+    free_acting: MakeConfig,
+    tiny_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No checkpoint was due: the last one holds the step all the same."""
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    rollout = {"max_new_tokens": 40, "stop_tokens": STOPS, "engine": "http"}
+    with served(config=read_config(tiny_folder)) as one:
+        servers = {"servers": [one], "server_key": "env:SERVER_KEY"}
+        config = free_acting(2, name, rollout={**rollout, **servers}, checkpoint={"every": 0})
+        with monkeypatch.context() as patch:
+            patch.setattr(FreeBatches, "draw_on", FreeBatches.draw_on)  # is put back
+            acting.fail_beside(3, turns)
+            with pytest.raises(ToolError, match="again and again"):
+                train(config, silent())
+        assert [one.name for one in (config.output / "checkpoints").iterdir()] == ["step_000003"]
+        train(config, silent(), resume=True)
+    check_whole(config)
+    ask_nothing(monkeypatch)
+    again = replay(config.output, say=lambda _: None, recorded_rewards=True)
+    assert again.differences == []
+
+
+def check_whole(config: RunConfig) -> None:
+    """Nothing is learnt from twice, late, or by other weights than were compared."""
+    lines = schedule_of(config.output)
+    learnt = [tuple(name) for line in lines for name in line["learns"]]
+    assert len({*learnt}) == len(learnt) == STEPS * config.training.prompts_per_step
+    check_bounds(config.output, 2, STEPS, config.training.prompts_per_step)
+    check_answers(config.output)
+    steps = steps_of(config.output)
+    assert [line["log_prob_diff/tokens_differing"] for line in steps] == [0] * STEPS
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("turns", [3, 0])
+def test_a_step_is_not_lost_where_a_rollouter_fails_beside_it(
+    ranks: int, turns: int, free_acting: MakeConfig
+) -> None:
+    cluster = {"processes": ranks, "rollouters": ranks - 1}
+    config = free_acting(2, checkpoint={"every": 0}, cluster=cluster)
+    case = {"config": config.model_dump(mode="json", by_alias=True), "turns": turns}
+    *others, last = in_world(ranks, "tests.run.acting:fails_beside", case)
+    assert last.startswith("ToolError: the host")
+    assert all(f"rank {ranks - 1} failed: ToolError: the host" in one for one in others)
+    assert [one.name for one in (config.output / "checkpoints").iterdir()] == ["step_000003"]
+    in_world(ranks, "tests.run.acting:resume", case)
+    check_whole(config)
+    assert replay(config.output, say=lambda _: None).differences == []
+
+
 def test_a_server_has_room_for_few_episodes(
     free_acting: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,6 +433,44 @@ def go_on_in_turn(config: RunConfig, runs: Sequence[tuple[int, int, int | None]]
     steps = steps_of(config.output)
     assert [line["log_prob_diff/tokens_differing"] for line in steps] == [0] * STEPS
     assert replay(config.output, say=lambda _: None).differences == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("ranks", "rollouters"), [(1, 0), (2, 1), (3, 2), (2, 0)])
+def test_answers_that_outlive_the_line_of_their_step_are_not_asked_for_again(
+    ranks: int, rollouters: int, free_acting: MakeConfig
+) -> None:
+    """Of an environment that says something else each time.  Which groups the step learns from, and
+    so which of the answers are used again, is a matter of time.
+    """
+    cluster = {"processes": ranks, "rollouters": rollouters}
+    config = free_acting(2, "Ticking", cluster=cluster)
+    case = {"config": config.model_dump(mode="json", by_alias=True)}
+    dies, lives = (
+        {"unscheduled": step, "counter": f"{config.output}-{step}"} for step in (3, None)
+    )
+    with pytest.raises(AssertionError, match="exit -9"):
+        in_world(ranks, "tests.run.acting:resume", {**case, **dies})
+    before = said_by_version(config.output, 3)
+    assert [line["step"] for line in schedule_of(config.output)] == [1, 2]
+    in_world(ranks, "tests.run.acting:resume", {**case, **lives})
+    after = said_by_version(config.output, 3)
+    again = before.keys() & after.keys()
+    assert len(again) > 5
+    assert {key: after[key] for key in again} == {key: before[key] for key in again}
+    assert replay(config.output, say=lambda _: None, recorded_rewards=True).differences == []
+
+
+def said_by_version(root: Path, version: int) -> dict[str, Any]:
+    """What was said in the step by these weights, by keys."""
+    lines = json_lines(root / "environment.jsonl")
+    found = [one for one in lines if one["weights_version"] == version]
+    return {
+        str(key): said
+        for line in found
+        for key, said in line["answers"]
+        if not key[0].startswith("held")
+    }
 
 
 @pytest.mark.exhaustive

@@ -98,8 +98,9 @@ class CarriedEpisodes(Episodes):
     # A step.
 
     def take_log(self, answers: AnswerLog) -> None:
-        """Look answers up in this record from now on."""
+        """Look answers up in this record from now on, in the middle of a step those of the step."""
         self._answers = answers
+        answers.begin(*self._step)
 
     def begin_step(self, weights_version: int, prompts: Sequence[tuple[str, int]]) -> None:
         """The answers of a step that draws these prompts come next."""
@@ -175,6 +176,13 @@ class CarriedEpisodes(Episodes):
                 self._stopped[handle] = (stopped[0], stopped[1])
             for key, content in answers:
                 self._know(handle, key, content, is_new=False)
+
+    def go_back(self, value: Sequence[Any], groups: Sequence[OpenGroup]) -> None:
+        """Take the half-done episodes of these groups for what ``value`` has."""
+        half_done = {handle for group in groups for handle in group.half_done}
+        for handle in half_done:
+            self._stopped.pop(handle, None)
+        self.restore([one for one in value if Handle(*one[0]) in half_done])
 
     # What a sampler is asked.
 

@@ -114,8 +114,10 @@ class SharedGroups:
             while wanted - known:
                 if len(self._dealt) >= self._limit:
                     raise CheckpointError(
-                        "schedule.jsonl names groups that are not among the next prompts: "
-                        f"{sorted(wanted - known)[:3]}; it is not of this run"
+                        f"the line of step {self._done + 1} in schedule.jsonl names groups that "
+                        f"are not among the next prompts: {sorted(wanted - known)[:3]}; put the "
+                        "run's own line back, or take this one and those behind it out of the "
+                        "file: these steps are then drawn anew"
                     )
                 request = self._next_request()
                 known.add((request.prompt.id, request.visit))
@@ -148,6 +150,14 @@ class SharedGroups:
                 watch()
                 if not self.open.num_live and len(self._dealt) >= self._limit:
                     return
+
+    def go_back(self, groups: list[OpenGroup]) -> None:
+        """Drop what this rank's engine has, and go on with these groups, which are the same on all
+        ranks.
+        """
+        self.open.stop()
+        self.open.groups = groups
+        self._count_anew()
 
     def end_step(self) -> tuple[EngineStats, int]:
         """-> What the engines of all ranks have done, and the tokens that samples got from them.

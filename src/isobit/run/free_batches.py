@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from isobit.data.sampler import PromptSampler
-from isobit.parallel.world import World, run_on_all
+from isobit.parallel.world import World, raised_on_all, run_and_gather
 from isobit.records.schedule import Name, Schedule
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
@@ -41,6 +41,7 @@ from isobit.run.recorded_inputs import RecordedInputs
 from isobit.store.schedule_record import ScheduledStep
 from isobit.store.training_run import Dropped
 from isobit.training.token_count import check_counted
+from isobit.util.errors import PeerError, RewardError, ServerError, ToolError
 from isobit.util.terminal import say
 
 Compared = tuple[str, int, int, int]
@@ -98,6 +99,14 @@ class FreeBatches:
         """The open groups as they were after the last step, for a checkpoint."""
         self._kept_episodes: list[Any] = []
         """What is known of their episodes."""
+        self._chosen_from: list[OpenGroup] = []
+        """The open groups when the batch was chosen, less those of the batch."""
+        self._prompts_then: dict[str, Any] = {}
+        """The state of the order of prompts at that moment."""
+        self.late: list[Any] | None = None
+        """Why nothing more can be drawn, once the step has ended: a rank, and what it says."""
+        self._late: Exception | None = None
+        """The same, as this rank raises it."""
 
     def take_records(self, recorded: RecordedInputs) -> None:
         """Give what these records still have before anything new, from now on."""
@@ -119,7 +128,8 @@ class FreeBatches:
         """
         done = step - 1
         shared, opened = self._shared, self._shared.open
-        self._version, self._recorded = version, self._inputs.schedule.recorded(step)
+        learns = self._schedule.per_step
+        self._version, self._recorded = version, self._inputs.schedule.recorded(step, learns)
         most = self._most_begun(done)
         shared.begin_step(done, most)
         self._tokens = opened.tokens
@@ -142,6 +152,8 @@ class FreeBatches:
             self._to_compare = self._comparable(shared.groups)
         groups = shared.take(places)
         self._tokens -= sum(one.length for group in groups for one in group.completions)
+        self._chosen_from = [group.copy() for group in shared.groups]
+        self._prompts_then = self._sampler.state()
         return groups, ranks
 
     @property
@@ -199,9 +211,10 @@ class FreeBatches:
     @contextmanager
     def beside(self) -> Iterator[None]:
         """A block in which the step learns.  Servers sample on meanwhile, by the weights that they
-        have; an error of theirs is raised at the end, on all ranks.
+        have; an error of theirs is raised at the end, on all ranks, or by ``check`` where the step
+        can end without what they drew.
         """
-        engine, world = self._engine, self._world
+        engine = self._engine
         if not isinstance(engine, HttpEngine):
             yield
             return
@@ -222,7 +235,57 @@ class FreeBatches:
             finally:
                 ended.set()
                 thread.join()
-            run_on_all(world, lambda: _raise_first(errors))
+            self.or_go_back(lambda: _raise_first(errors))
+
+    def or_go_back(self, draw: Callable[[], None]) -> None:
+        """Draw beside a step.  Where servers, environments or graders cannot be had on any rank,
+        what is drawn beside it is dropped, and ``check`` raises why.  All ranks together.
+        """
+        lost = list[Exception]()
+
+        def attempt() -> str | None:
+            try:
+                draw()
+            except (ServerError, ToolError, RewardError) as error:
+                lost.append(error)
+                return f"{type(error).__name__}: {error}"
+            return None
+
+        problems = run_and_gather(self._world, attempt)
+        for number, problem in zip(self._world.numbers, problems, strict=True):
+            if problem is not None:
+                self.late = [number, problem]
+                self._late = raised_on_all(lost[0] if lost else PeerError(number, problem))
+                self._go_back()
+                return
+
+    def _go_back(self) -> None:
+        """Drop what was drawn on since the batch was chosen: the samples that had ended then stay,
+        and others stand where the last step has left them.
+        """
+        before = {group.name: group.samples for group in self._kept}
+        groups: list[OpenGroup] = []
+        for one in self._chosen_from:
+            undone = before.get(one.name) or dict(enumerate(undrawn(one.request)))
+            group = OpenGroup(one.request, one.begun_after, {**undone, **one.samples})
+            group.close_if_whole()
+            groups.append(group)
+        self._sampler.restore(self._prompts_then)
+        self._shared.go_back(groups)
+        if self._episodes is not None:
+            self._episodes.go_back(self._kept_episodes, groups)
+
+    def check(self) -> None:
+        """Raise what has ended the drawing beside a step, once the step has ended.  On all ranks
+        alike.
+        """
+        if self._late is not None:
+            raise self._late
+
+    def note_late(self, late: Sequence[Any] | None) -> None:
+        """What has ended the drawing of rollouters, for ``check``: a rank, and what it says."""
+        if late is not None:
+            self._late = raised_on_all(PeerError(late[0], late[1]))
 
     def draw_on(self, ended: Callable[[], bool], watch: Callable[[], None] = lambda: None) -> None:
         """Draw by the weights that the engine has until the step has learnt or nothing is left to
@@ -250,7 +313,8 @@ class FreeBatches:
         """
         stats, kept = self._shared.end_step()
         groups, tokens = self._shared.groups, self._shared.open.tokens
-        check_counted(kept, tokens - self._tokens, "the open groups and the batch")
+        if self._late is None:
+            check_counted(kept, tokens - self._tokens, "the open groups and the batch")
         if self._draws_beside:
             self._record_answers([*self._batch, *groups], range(len(self._batch)))
         if not self._learns:

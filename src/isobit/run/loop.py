@@ -118,6 +118,8 @@ def take_step(opened: OpenRlRun, step: int) -> StepDigests:
     log.step(step, batch, run.pending.take_engine(), trained, digests, estimated)
     log.note_once(batch.groups)
     opened.end_step(step)
+    if run.free_batches is not None:
+        run.free_batches.check()
     log.check_step()
     opened.evaluate_if_due(step)
     opened.save_if_due(step)
@@ -208,6 +210,7 @@ def sampling_freely_by_rollouters(
         yield
     value = received(run, rollouters)
     free.restore(**value["open"])
+    free.note_late(value["late"])
     run.pending.engine += EngineStats(**value["engine"])
     if run.pending.is_ahead:
         findings = Findings(Comparison(**value["comparison"]), value["mismatch"])

@@ -9,7 +9,7 @@ from typing import Any
 
 from isobit.config.recipes import RunConfig
 from isobit.config.rules import check_started
-from isobit.parallel.world import ALONE, World, run_on_all
+from isobit.parallel.world import ALONE, World
 from isobit.records.wire import completions_value, groups_value
 from isobit.run.agreement import check_recipes
 from isobit.run.free_batches import FreeBatches
@@ -74,6 +74,8 @@ def sample_for_trainers(recipe: ResolvedRecipe[RunConfig], rollouters: Rollouter
             rollouters.check_machines(run.model.policy.device)
             while (asked := rollouters.wait(run.model.policy, interruption.check)) is not None:
                 rollouters.answer(partial(_sampled, run, rollouters, asked))
+                if run.free_batches is not None:
+                    run.free_batches.check()
 
 
 def _sampled(run: RlRun, rollouters: Rollouters, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +117,7 @@ def _open(run: RlRun, rollouters: Rollouters, asked: Mapping[str, Any]) -> dict[
     """
     free, learnt, beat = _free_batches_of(run), rollouters.have_learnt, run.world.pulse.beat
     with run.clock("rollout"):
-        run_on_all(run.world, lambda: free.draw_on(learnt, beat))
+        free.or_go_back(lambda: free.draw_on(learnt, beat))
         engine = free.end_step(asked["step"])
     with run.turns.training(run.clock):
         comparison, mismatch = compared_sequences(run.trainer, free.to_compare)
@@ -124,6 +126,7 @@ def _open(run: RlRun, rollouters: Rollouters, asked: Mapping[str, Any]) -> dict[
         "engine": asdict(engine),
         "comparison": asdict(comparison),
         "mismatch": mismatch,
+        "late": free.late,
     }
     free.grade_on(learnt, beat)
     return answer

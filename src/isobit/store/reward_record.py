@@ -241,8 +241,8 @@ class AnswerRecord(LineRecord):
     """
 
     _dropped = (
-        "the prompts of this step are not those that an environment was asked for before the "
-        "interruption: it is asked anew"
+        "the prompts of this step, or the answers of an environment that it uses, are not those of "
+        "before the interruption: what else was recorded is asked for anew"
     )
 
     def __init__(self, say: Say, lines: Sequence[bytes] = (), position: int = 0) -> None:

@@ -23,6 +23,10 @@ from isobit.records.schedule import Name
 from isobit.store.reward_record import LineRecord, SentLines
 from isobit.util.strict_json import json_line
 
+_DAMAGED = (
+    "the line of this step in schedule.jsonl is damaged: from here on the schedule is a new one"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
@@ -48,7 +52,7 @@ class ScheduledStep:
     def of_line(cls, line: bytes) -> Self:
         """Raises KeyError, TypeError and ValueError for a line that is none of these."""
         content: dict[str, Any] = json.loads(line)
-        return cls(
+        found = cls(
             int(content["step"]),
             tuple((str(prompt), int(visit)) for prompt, visit in content["learns"]),
             {
@@ -60,6 +64,16 @@ class ScheduledStep:
                 for prompt, visit, sample, tokens in content["compared"]
             ),
         )
+        found._check(len(content["drawn"]))
+        return found
+
+    def _check(self, num_drawn: int) -> None:
+        """Raise ValueError where a group is named twice, or fewer than no tokens are counted."""
+        named = {*self.learns, *self.drawn}
+        is_once = len(named) == len(self.learns) + num_drawn
+        counts = [count for of_group in self.drawn.values() for count in of_group]
+        if not is_once or min(counts, default=0) < 0 or any(one[3] < 1 for one in self.compared):
+            raise ValueError
 
 
 class ScheduleRecord(LineRecord):
@@ -70,18 +84,22 @@ class ScheduleRecord(LineRecord):
         "schedule is a new one"
     )
 
-    def recorded(self, step: int) -> ScheduledStep | None:
-        """The line of a step, where one is still to come; lines of other steps, and from a damaged
-        one on, are dropped.
+    def recorded(self, step: int, groups: int) -> ScheduledStep | None:
+        """The line of a step that learns from so many ``groups``, where one is still to come; lines
+        of other steps, and from a damaged one on, are dropped.
         """
         if not self._lines:
             return None
-        with suppress(KeyError, TypeError, ValueError):
+        found = None
+        with suppress(KeyError, TypeError, ValueError, OverflowError):
             found = ScheduledStep.of_line(self._lines[0])
-            if found.step == step:
-                return found
-        self._drop()
-        return None
+        if found is None or (found.step == step and len(found.learns) != groups):
+            self._drop(_DAMAGED)
+            return None
+        if found.step != step:
+            self._drop()
+            return None
+        return found
 
 
 class SentSchedule(SentLines, ScheduleRecord):
