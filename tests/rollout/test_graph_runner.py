@@ -60,8 +60,8 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 
 def make_engine(policy: Policy, **sizes: Any) -> tuple[NativeEngine, list[GraphRunner]]:
-    """An engine over a GraphRunner, and the runners that it has made."""
-    config = RolloutConfig.model_validate({"kv_pages": 40} | sizes)
+    """An engine over a GraphRunner, by default without guesses, and the runners it has made."""
+    config = RolloutConfig.model_validate({"kv_pages": 40, "speculation": 0} | sizes)
     runners: list[GraphRunner] = []
 
     def make_runner(policy: SampledPolicy, size: CacheSize) -> GraphRunner:
