@@ -1,4 +1,4 @@
-# A session of 30 minutes on one card, from PLAN.md's "First on a card": three calls sent at once, each with .carry/base, of which the first is
+# A session of 30 minutes on one card: three calls sent at once, each with .carry/base, of which the first is
 #   bash experiments/sitting/unpack.sh; setsid bash experiments/sitting/one_card.sh > /tmp/queue.log 2>&1 < /dev/null &
 #   bash experiments/sitting/wait.sh 520
 # and the others `bash experiments/sitting/wait.sh 585`.  Tests and the start of 443m share the card; then each timing has it alone; then verify, two at a time.
