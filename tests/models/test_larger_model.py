@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
@@ -73,6 +72,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def theirs(folder: Path, adapters: Path | None = None) -> torch.Tensor:
     model = AutoModelForImageTextToText.from_pretrained(folder, local_files_only=True).float()
     if adapters is not None:
+        from peft import PeftModel  # whose import takes seconds
+
         model = PeftModel.from_pretrained(model, adapters)
     with torch.no_grad():
         return model(IDS[None]).logits[0]
