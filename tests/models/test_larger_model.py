@@ -209,6 +209,7 @@ def test_adapters_have_the_names_of_the_larger_model(
     check_adapters(made, preset, tmp_path)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("has_experts", [False, True])
 def test_so_have_those_of_delta_nets(has_experts: bool, tmp_path: Path) -> None:
     made = qwen(tmp_path / "qwen", has_experts)

@@ -128,7 +128,7 @@ def test_gradients_of_the_unit_are_those_of_autograd(renormalise: bool) -> None:
         assert (one.double() - other).norm() < 1e-5 * other.norm()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @EACH
 @pytest.mark.parametrize("preset", PRESETS)
 def test_recomputation_changes_no_bit(preset: Preset, config: ModelConfig) -> None:
