@@ -16,6 +16,7 @@ IMPORTED = [
     "tensorboard.plugins.text.metadata",
     "reasoning_gym",
     "pytest",
+    "tests.frozen",
 ]
 
 

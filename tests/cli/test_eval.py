@@ -48,6 +48,7 @@ def test_a_precision_may_be_a_recipes_table(capsys):
     assert "'gone_proj', which the model does not have" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive  # two processes sample in test_rollout.py
 def test_two_processes_that_share_the_model_find_what_one_finds(tmp_path, capsys):
     words = [*HELD_OUT, *REWARD, *SMALL, "--max-new-tokens", "3", "--json"]
     assert main(["eval", "starter", *words]) == 0

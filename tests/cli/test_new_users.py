@@ -71,6 +71,7 @@ def test_adapters_alone_are_no_model_to_look_at(
     assert f"isobit export {adapters} --to FOLDER --merge" in said
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recipe", ["train quickstart", "sft fine_tune", "train kl", "train ppo"])
 def test_a_dry_run_begins_from_adapters_as_the_run_does(
     recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -80,6 +80,7 @@ def test_a_recipe_is_required(capsys):
     assert "RECIPE.toml" in capsys.readouterr().err
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("width", [60, 80])
 @pytest.mark.parametrize(
     "words", [[], ["--gpu", "h100", "--gpus", "8"], ["--gpu", "rtx4090"]], ids=len

@@ -199,6 +199,7 @@ def test_a_run_that_was_resumed_is_replayed(
     assert found(replay(root, 6)) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_run_that_was_stopped_before_an_evaluation_is_replayed(
     step: int, folder: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -343,6 +343,7 @@ def test_turns_that_are_run_again_have_the_time_of_each() -> None:
         assert late["a"].message == f"{told} allows for turns that are run again: 1.25 s"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "questions"), [("Counter", (3, 1, 2)), ("Paced", (4, 1, 2)), ("Speaks", (4, 1, 2))]
 )

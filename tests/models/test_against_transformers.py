@@ -433,6 +433,7 @@ def test_layers_with_and_without_rotary_positions() -> None:
         check_engine(config, 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
 def test_a_quarter_of_each_head_is_turned(family: str) -> None:
     """As in the published models, whose norms of heads keep their elements apart."""

@@ -241,6 +241,7 @@ def save(config: ModelConfig, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.few(1)
 def test_adapters_of_one_linear_alone_change_the_function(family: Family) -> None:
     """Each linear's adapter alone, so that none is left out in silence."""
     plain = random_policy(config_of(family, None), "bf16", seed=0)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
@@ -73,6 +72,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def theirs(folder: Path, adapters: Path | None = None) -> torch.Tensor:
     model = AutoModelForImageTextToText.from_pretrained(folder, local_files_only=True).float()
     if adapters is not None:
+        from peft import PeftModel  # whose import takes seconds
+
         model = PeftModel.from_pretrained(model, adapters)
     with torch.no_grad():
         return model(IDS[None]).logits[0]
@@ -208,6 +209,7 @@ def test_adapters_have_the_names_of_the_larger_model(
     check_adapters(made, preset, tmp_path)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("has_experts", [False, True])
 def test_so_have_those_of_delta_nets(has_experts: bool, tmp_path: Path) -> None:
     made = qwen(tmp_path / "qwen", has_experts)

@@ -128,7 +128,7 @@ def test_gradients_of_the_unit_are_those_of_autograd(renormalise: bool) -> None:
         assert (one.double() - other).norm() < 1e-5 * other.norm()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @EACH
 @pytest.mark.parametrize("preset", PRESETS)
 def test_recomputation_changes_no_bit(preset: Preset, config: ModelConfig) -> None:
@@ -143,7 +143,7 @@ def test_recomputation_changes_no_bit(preset: Preset, config: ModelConfig) -> No
     assert all(bool(grad.any()) for grad in without.values())
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @EACH
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_sequence_alone_has_the_same_scores_and_routings(

@@ -61,7 +61,7 @@ def make(family: Family = "qwen3_next", preset: Preset = "fp32", width: int = 96
     return disturbed(policy)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_decoding_chunks_and_training_have_the_same_bits(preset: Preset, family: Family) -> None:

@@ -134,7 +134,7 @@ def gradients(
     return found
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_scores_have_the_bits_of_sequences_that_share_nothing(preset: Preset, shape: str) -> None:
@@ -150,7 +150,7 @@ def test_scores_have_the_bits_of_sequences_that_share_nothing(preset: Preset, sh
         assert_same_bits(expected, by_sequence(shared, passed))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_gradients_repeat_whatever_is_computed_again(preset: Preset, shape: str) -> None:

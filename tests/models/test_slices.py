@@ -51,7 +51,7 @@ def changed(policy: Policy) -> Policy:
     return policy
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("preset", ["int8", "fp8-rollout", "bf16", "fp8"])
 @pytest.mark.parametrize(("config", "ranks"), [(SMALL, 2), (TIED, 4), (FUSED, 4), (SMALL, 4)])
 def test_they_are_those_of_a_whole_policy_before_and_after_a_publication(

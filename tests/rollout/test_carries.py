@@ -206,7 +206,7 @@ def test_what_is_drawn_alone_is_what_the_training_forward_computes(preset: Prese
     assert torch.equal(recorded, expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @both_executors
 @pytest.mark.parametrize("preset", ["bf16", "int8"])
 @pytest.mark.parametrize(("name", "carries", "sizes"), SIZES, ids=[name for name, *_ in SIZES])
@@ -225,7 +225,7 @@ def test_samples_in_company_draw_what_they_draw_alone(
     check_empty(engine)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @both_executors
 @pytest.mark.parametrize("preset", ["bf16", "int8"])
 @pytest.mark.parametrize("right", [0.0, 0.8, 1.0])
@@ -274,6 +274,7 @@ def test_turns_go_on_from_what_they_carried(preset: Preset, pipelined: bool) -> 
     assert kept > few > again == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["bf16", "int8"])
 def test_given_tokens_score_what_was_recorded(preset: Preset) -> None:
     """More of them than have carries at once, in forwards that end anywhere in chunks."""

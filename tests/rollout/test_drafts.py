@@ -774,6 +774,7 @@ def test_timing_other_steps_again_costs_little_where_guesses_are_worth_it() -> N
     assert 3900 < times.steps(drafter, samples, 4000, 0.2) < 3980
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("steps", [20, 60, 300])
 @pytest.mark.parametrize("rows", [4, 8, 16])
 @pytest.mark.parametrize("rate", [0.5, 0.7])

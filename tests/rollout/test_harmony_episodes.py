@@ -45,6 +45,7 @@ def parse(text: str) -> list[Parsed]:
     return [ToolCall("add", {"a": size}) if size % 2 else MalformedCall("no JSON", "sub")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["int8", "bf16"])
 def test_results_name_their_tools_and_all_turns_are_exact(
     preset: Any, monkeypatch: pytest.MonkeyPatch

@@ -259,7 +259,7 @@ def train_two_steps(config: RunConfig, patch: pytest.MonkeyPatch) -> None:
         train_to_a_death(patch, config, resume=step > 1)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lag", [2, 1])
 @pytest.mark.parametrize("change", OTHERS)
 def test_what_was_drawn_by_other_settings_is_drawn_again(
@@ -376,6 +376,7 @@ def digests_of(root: Path) -> list[dict[str, Any]]:
     return lines(root / "digests.jsonl")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("lag", "steps"), [(0, 4), (1, 3)])
 def test_a_run_that_ends_earlier_leaves_no_record_of_other_steps(
     lag: int, steps: int, lagging: MakeConfig, tmp_path: Path

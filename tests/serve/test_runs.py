@@ -206,6 +206,7 @@ def test_a_sample_that_was_dropped_goes_on_behind_what_was_drawn(
     assert counts(client)[0] - before == expected.length
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("change", ["key", "tokens", "sampling", "length", "client", "weights"])
 def test_what_differs_in_anything_is_drawn_anew(
     client: Client, tensors: dict[str, torch.Tensor], change: str

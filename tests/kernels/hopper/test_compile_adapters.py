@@ -35,6 +35,7 @@ def test_low(ranks: int, width: int) -> None:
     assert made.products == {"bf16"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ranks", "parts", "followed"), [(96, 8, True), (32, 12, True), (64, 16, False)]
 )

@@ -86,6 +86,7 @@ def test_swiglu_backward_quantise(columns: int, power_of_two: bool) -> None:
     assert made.programs >= 3
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("quantises", "power_of_two"), [(False, True), (True, True), (True, False)]
 )
@@ -115,6 +116,7 @@ def test_swiglu_backward_in_int8(columns: int) -> None:
     assert made.wide_loads
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "sizes", [(24576, 4096, 24576, 192), (576, 1536, 640, 5), (192, 576, 1152, 9)]
 )

@@ -112,6 +112,7 @@ def test_grouped_gemm(rows: int, warps: int, sizes: tuple[int, int, int], format
     assert made.products == {format}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("n", "k"), [(1536, 2048), (192, 160)])
 def test_grouped_wgrad(n: int, k: int) -> None:
     sizes: dict[str, Any] = {"N": n, "K": k, "BLOCK_N": 128, "BLOCK_K": 128, "ROWS": 64}

@@ -34,6 +34,7 @@ def vocabulary(size: int, *names: str) -> dict[str, int]:
     return {name: known[name] for name in names}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [151936, 4096, 40])
 def test_chunk_statistics(size: int) -> None:
     constants = vocabulary(size, "V", "STRIDE", "CHUNK", "CHUNKS")
@@ -43,6 +44,7 @@ def test_chunk_statistics(size: int) -> None:
     compile_for_hopper(head._combine_kernel, TYPES, constants, 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [151936, 40])
 def test_draw(size: int) -> None:
     constants = vocabulary(size, "V", "STRIDE", "CHUNK", "CHUNKS", "PADDED")
@@ -77,6 +79,7 @@ def test_swiglu() -> None:
     assert made.wide_loads
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("m", "whole_k", "e4m3"),
     [(16, True, True), (16, False, False), (4096, False, True), (4096, True, False)],

@@ -53,6 +53,7 @@ def assert_in_registers(made: Compiled) -> None:
     assert not re.search(r"\bfma\.rn\.f32\b", made.ptx)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("columns", [4096, 12288, 5120])
 def test_rows(columns: int) -> None:
     constants, width = row_constants(columns)
@@ -76,6 +77,7 @@ def test_swiglu(columns: int, is_kept: bool) -> None:
     assert made.wide_loads
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("columns", "warps"), [(1024, 4), (4096, 8), (8192, 8)])
 def test_rms_norm(columns: int, warps: int) -> None:
     constants, _ = row_constants(columns)
@@ -83,6 +85,7 @@ def test_rms_norm(columns: int, warps: int) -> None:
     assert made.wide_loads and made.wide_stores
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("columns", [4096, 12288])
 def test_publish(columns: int, counted: bool) -> None:
@@ -160,6 +163,7 @@ def test_sizes_take_every_kind_of_tiles() -> None:
     assert kinds >= wanted | {(128, False, False)}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("m", "n", "k", "block_m", "block_n"),
     [
@@ -188,6 +192,7 @@ def test_product_of_many_tokens(m: int, n: int, k: int, block_m: int, block_n: i
     assert made.programs >= 2
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("m", [1, 2, 4])
 @pytest.mark.parametrize("k", [4096, 12288, 1040])
 def test_product_of_few_tokens(m: int, k: int) -> None:

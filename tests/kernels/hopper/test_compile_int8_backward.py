@@ -32,6 +32,7 @@ def test_a_turned_matrix(name: str) -> None:
     assert "shfl" not in made.ptx  # both transforms stay in a thread
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("absent", [{"EXPERTS": None}, {}])
 def test_columns(absent: dict[str, None]) -> None:
     constants = {"C": 4096, "ROW": 4096} | absent

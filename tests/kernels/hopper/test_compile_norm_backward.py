@@ -20,6 +20,7 @@ TYPES = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("columns", "residual"),
     [
@@ -87,6 +88,7 @@ def test_qkv(absent: tuple[str, ...], layout: tuple[int, int, int], hadamard: bo
     assert absent != BIAS + NORMS or "FFMA" not in made.sass
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("columns", [64, 896, 4096])
 def test_embedding(columns: int) -> None:
     constants = {

@@ -31,6 +31,7 @@ def assert_rounded(made: Compiled) -> None:
     assert "fma" not in made.ptx and ".ftz" not in made.ptx
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("noise", [False, True])
 def test_adamw(noise: bool) -> None:
     moments = dict.fromkeys(("FIRST", "SECOND"), "*bf16" if noise else "*fp32")

@@ -22,6 +22,12 @@ SHARED = {
     100: 227 * KIB, 103: 227 * KIB, 120: 99 * KIB, 121: 99 * KIB,
 }  # fmt: skip
 """By generation, the shared memory that a program may have."""
+CARDS, TWINS = (89, 90, 100, 120), (80, 86, 103, 121)
+"""One generation of each kind, and what has the units of one of these; ``compile_portable`` makes
+machine code of sm_80 in any case.
+"""
+GENERATIONS = tuple(SHARED)
+"""That PTX is assembled for; of the tests that take the fixture ``generations``, its own."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ def assert_multiplies_by(made: Compiled, instruction: str, in_a_row: int | None 
     """That the tensor cores of every generation have one instruction for all products, and add so
     many of them, one behind the other, to each sum.
     """
-    for generation in SHARED:
+    for generation in GENERATIONS:
         sass = disassembled(assemble(made.ptx, generation).cubin)
         assert set(re.findall(r"\b\w*MMA\b[.\w]*", sass)) == {instruction}, generation
         assert in_a_row is None or _in_a_row(sass) == {in_a_row}, generation
@@ -82,8 +88,8 @@ def _in_a_row(sass: str) -> set[int]:
 
 
 def assert_assembles(made: Compiled, spills: Mapping[int, int] | None = None) -> None:
-    """For all generations; ``spills`` has the most bytes by generation, where that is not 0."""
-    for generation in SHARED:
+    """For each generation; ``spills`` has the most bytes by generation, where that is not 0."""
+    for generation in GENERATIONS:
         one = assemble(made.ptx, generation)
         assert one.spilled <= (spills or {}).get(generation, 0), (generation, one.spilled)
         assert one.registers * 32 * made.warps <= 64 * KIB, (generation, one.registers)

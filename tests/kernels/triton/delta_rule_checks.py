@@ -40,6 +40,7 @@ from tests.kernels.comparison import relative_error
 SHAPE = DeltaShape(key_heads=1, value_heads=2, key_dim=16, value_dim=16, width=4)
 OTHER = DeltaShape(key_heads=2, value_heads=4, key_dim=24, value_dim=40, width=3)
 """Sizes that are no powers of two, with two value heads a key head."""
+ENDS = 30, 31, 40, 64, 65, 66, 67, 100, 104, 105, 128, 130, 131, 194, 200
 
 
 _device = torch.device("cpu")
@@ -185,18 +186,18 @@ def check_parts(shape: DeltaShape, lengths: Sequence[int], most: int, dtype: tor
     assert same_bits(rollout.output, packed(given, learnt, lengths))
 
 
-def check_ends() -> None:
+def check_ends(lasts: Sequence[int] = ENDS) -> None:
     """Parts that end in the middle of a chunk, at its end and behind it; with the specification,
     since a packed batch and a prompt may share a fault.
     """
-    length, learnt = 200, weights(SHAPE)
+    length, learnt = lasts[-1], weights(SHAPE)
     given = inputs(SHAPE, length)
     rollout = Rollout(given, learnt, [length])
-    for last in (30, 31, 40, 64, 65, 66, 67, 100, 104, 105, 128, 130, 131, 194, length):
+    for last in lasts:
         rollout.put({0: last})
     assert same_bits(rollout.output, packed(given, learnt, [length]))
     theirs, _ = spec.PackedDelta((length,)).forward(given, learnt)
-    for part in (slice(0, 64), slice(64, 128), slice(128, 192), slice(192, 200)):
+    for part in (slice(first, first + 64) for first in range(0, length, 64)):
         assert relative_error(rollout.output[part], theirs[part]) < 2e-6
 
 

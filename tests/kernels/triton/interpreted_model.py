@@ -39,6 +39,7 @@ from isobit.training.comparison import Comparison
 from tests.kernels.comparison import relative_error
 from tests.kernels.hopper.interpreted_int8_backward import turned
 from tests.kernels.triton.interpreted_attention import prepare as prepare_attention
+from tests.kernels.triton.interpreted_products import amax_bits
 from tests.kernels.triton.interpreted_products import prepare as prepare_products
 from tests.models.policies import delta_nets, disturbed, whole_batch
 from tests.rollout.test_drafts import Knowing, guess, known_of
@@ -65,12 +66,6 @@ RUNNERS: dict[str, Callable[[Any, CacheSize], Any]] = {
     "direct": PolicyRunner,
     "captured": lambda policy, size: GraphRunner(policy, size, 4),
 }
-
-
-@triton.jit
-def _amax_bits(x, axis: tl.constexpr):
-    """By integers, whose maximum the interpreter takes at once."""
-    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
 
 
 @triton.jit
@@ -109,7 +104,7 @@ def prepare() -> None:
     prepare_products()
     prepare_attention()
     int8_backward.transposed_parts = experts.transposed_parts = turned
-    quantise.amax_bits = _amax_bits
+    quantise.amax_bits = amax_bits
     products.cut_up = (
         products.tiles
     )  # of few tokens too, which no bit depends on, in a tenth of the time

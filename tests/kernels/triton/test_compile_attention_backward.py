@@ -18,6 +18,8 @@ from tests.kernels.triton.assembled import (
     compile_portable,
 )
 
+pytestmark = pytest.mark.usefixtures("generations")
+
 TYPES = {
     **dict.fromkeys(("Q", "K", "V", "DO", "DQ", "DK", "DV", "O", "SINKS"), "*bf16"),
     **dict.fromkeys(("Q_OUT", "K_OUT", "V_OUT", "DO_OUT"), "*bf16"),

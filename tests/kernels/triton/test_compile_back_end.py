@@ -17,6 +17,8 @@ from tests.kernels.hopper.ahead_of_time import Compiled
 from tests.kernels.triton.assembled import assert_assembles, compile_portable
 from tests.kernels.triton.test_compile_pointwise import GATES
 
+pytestmark = pytest.mark.usefixtures("generations")
+
 MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 EXPERTS, TOP_K = of_experts.NUM_EXPERTS, of_experts.TOP_K
 

@@ -12,6 +12,8 @@ from isobit.kernels.triton.delta_rows import vectors_at_once
 from isobit.kernels.triton.sizes import DELTA_TOKENS
 from tests.kernels.triton.assembled import assert_assembles, compile_portable
 
+pytestmark = pytest.mark.usefixtures("generations")
+
 KERNELS = {
     "factors": chunks._chunk_factors_kernel,
     "reads": chunks._reads_kernel,
@@ -43,7 +45,7 @@ TYPES = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", [128, 256])
 @pytest.mark.parametrize("name", KERNELS)
 def test_backward(name: str, size: int) -> None:

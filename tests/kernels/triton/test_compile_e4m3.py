@@ -12,6 +12,8 @@ from isobit.kernels.triton import gemm, quantise
 from tests.kernels.hopper.ahead_of_time import Compiled
 from tests.kernels.triton.assembled import assert_assembles, assert_multiplies_by, compile_portable
 
+pytestmark = pytest.mark.usefixtures("generations")
+
 TYPES = {
     **dict.fromkeys(("A", "B", "VALUES"), "*u8"),
     **dict.fromkeys(("A_SCALE", "B_SCALE", "SCALES", "MASTER"), "*fp32"),

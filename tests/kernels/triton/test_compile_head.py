@@ -10,6 +10,8 @@ from isobit.kernels.triton import head, pointwise, sampling
 from tests.kernels.hopper.test_compile_head import TYPES, vocabulary
 from tests.kernels.triton.assembled import assert_assembles, compile_portable
 
+pytestmark = pytest.mark.usefixtures("generations")
+
 MORE = TYPES | {
     **dict.fromkeys(("TARGET", "KEY"), "*i64"),
     **dict.fromkeys(("D_LOG_PROB", "D_ENTROPY", "SUMS", "D"), "*fp32"),

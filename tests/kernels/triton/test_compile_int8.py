@@ -19,6 +19,8 @@ from tests.kernels.triton.assembled import (
     compile_portable,
 )
 
+pytestmark = pytest.mark.usefixtures("generations")
+
 TYPES = {
     **dict.fromkeys(("X", "W", "VALUES", "OUT_VALUES"), "*i8"),
     **dict.fromkeys(("X_SCALE", "W_SCALE", "SCALES", "OUT_SCALES", "FACTORS"), "*fp32"),

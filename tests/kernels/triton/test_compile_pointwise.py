@@ -12,6 +12,8 @@ from isobit.kernels.triton import pointwise, quantise, token_groups, transpose
 from tests.kernels.hopper.test_compile_backward import QUANTISED
 from tests.kernels.triton.assembled import assert_assembles, compile_portable
 
+pytestmark = pytest.mark.usefixtures("generations")
+
 TYPES = {
     **dict.fromkeys(("X", "DY", "GATE_UP", "OUT", "H", "WEIGHT", "D_RESIDUAL", "DH"), "*bf16"),
     **dict.fromkeys(("NORM", "H_OUT", "KEPT"), "*bf16"),

@@ -13,6 +13,8 @@ from tests.kernels.hopper.ahead_of_time import Compiled
 from tests.kernels.triton.assembled import assert_assembles, assert_multiplies_by, compile_portable
 from tests.kernels.triton.test_compile_e4m3 import sums
 
+pytestmark = pytest.mark.usefixtures("generations")
+
 FORMATS = {"bf16": "*bf16", "e4m3": "*u8", "int8": "*i8"}
 PRODUCTS = {
     "bf16": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",

@@ -12,6 +12,8 @@ from tests.kernels.hopper import test_compile_norm_backward as of_backward
 from tests.kernels.hopper.test_compile_qkv import BIAS, OF_TENSORS, SCALES, TYPES, half, value_types
 from tests.kernels.triton.assembled import assert_assembles, compile_portable
 
+pytestmark = pytest.mark.usefixtures("generations")
+
 FORMATS = {"bf16": "bf16", "int8": "int8", "bytes": "e4m3"}
 """Each with the format that it is."""
 SPILLED = {90: 8, 120: 24, 121: 24}

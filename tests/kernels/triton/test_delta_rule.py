@@ -18,6 +18,6 @@ def test_gates(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("what", ["contents", "accuracy", "forms", "rejected", "whole"])
+@pytest.mark.parametrize("what", ["ends", "contents", "accuracy", "forms", "rejected", "whole"])
 def test_more(what: str, tmp_path: Path) -> None:
     run_interpreted(f"{MODULE}:{what}", tmp_path)

@@ -46,6 +46,7 @@ def instructions(ptx: str) -> str:
     return re.sub(r"(?m)^\.version.*\n", "", code)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("generation", [86, 89, 90])
 def test_ptx_is_that_of_sm_80_on_every_card(generation: int) -> None:
     """Also where Triton's cache on the disk holds the kernel as the generation itself has it."""
