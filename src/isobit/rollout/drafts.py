@@ -43,7 +43,7 @@ from isobit.rollout.contexts import SLOTS, ContextTable
 from isobit.rollout.sequence import Sample
 
 GUESSES = 7
-"""Behind a sample at most, by default."""
+"""The most guesses behind a sample, by default."""
 NEW_SHARES = [1 - 0.85**count for count in range(100)]
 """The weight in a sample's rates of so many new tokens."""
 LONGEST_REST = 31
