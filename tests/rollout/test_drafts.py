@@ -668,7 +668,7 @@ class Clocked(Times):
 
 def clocked(times: Clocked) -> Drafter:
     """Guesses 7 tokens behind every sample; rates are left as they are."""
-    drafter = Drafter(7, times)
+    drafter = Drafter(7, times, slots=1 << 10)  # many are kept where a property fails
     drafter.note = lambda *samples: None
     drafter.draft = lambda sample, most: [1] * most
     return drafter
@@ -715,7 +715,7 @@ def test_guesses_never_cost_much_whatever_was_estimated(
 @example(phases=[(40, 1.0, 0.5, 7)] * 5, lacking=1)  # one goes on more slowly, all others faster
 @given(
     phases=st.lists(
-        st.tuples(st.integers(1, 40), st.floats(0, 1), st.floats(0, 2), st.integers(0, 7)),
+        st.tuples(st.integers(1, 40), st.floats(0, 1), st.floats(0, 1), st.integers(0, 7)),
         min_size=5,
         max_size=30,
     ),
@@ -725,7 +725,9 @@ def test_guesses_cost_no_more_than_their_budget(
     phases: list[tuple[int, float, float, int]], lacking: int
 ) -> None:
     """However what they bring, what they cost and how many are found changes, and however many
-    samples have none: no more to any of them than the budget, and what one step can take from it.
+    samples have none: no more to any of them than the budget, and what can be taken from it before
+    that is known: a step with guesses, and a wait that is decided on while it is computed. No step
+    takes more than twice what is known, beyond which a pause is not taken for what guesses cost.
     """
     samples = decoding(*[0.7] * 16)
     times = Clocked(0.005, wait_s=0.5)
