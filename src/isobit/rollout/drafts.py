@@ -27,7 +27,9 @@ them take, in which others had guesses; what guesses bring is forgotten while th
 Whatever is estimated and learnt, guesses have a budget of three steps and 1% of the time, from
 which is taken by how much a step puts that sample behind which is furthest behind: by the steps
 without guesses that would have taken as long, less its tokens. What it catches up is given back.
-Where the budget is spent there are no guesses until time has passed.
+Where the budget is spent there are no guesses until time has passed. It can be overdrawn by a step
+with guesses, and by the wait that was decided on before what this step took was known. Of a step
+that takes more than twice what is known, the rest counts as a pause and is not taken from it.
 """
 
 from bisect import bisect_left

@@ -291,7 +291,7 @@ def assert_read_and_saved(made: LinearInput, wide: torch.Tensor, site: Site) -> 
 
 
 def quick() -> None:
-    """With maxima of numbers in a tenth of the time; ``interpreted_e4m3`` takes those of cards."""
+    """With maxima by integers, in a tenth of the time; the other functions take those of cards."""
     prepare()
     quantise.amax_bits = token_groups._amax_bits = amax_bits
     check_bf16(20, 40, 72)
