@@ -1,28 +1,48 @@
-# Half an hour of one card: whole steps of 8B in the default flow beside vLLM and transformers, then ragged rollouts and guesses of small models.
-# Not yet tried.  .carry/vllm-a and .carry/vllm-b are vLLM 0.25.1 and what it imports, as wheels (a/whl) and archives of its Python and its library
-# (a/vllm_py.tar.xz, b/vllm_C.tar.xz).  Four calls, sent at once:
+# Half an hour of one card: whole steps of 8B in the default flow beside vLLM and transformers, then guesses of small models, ragged rollouts and tests.
+# .carry/vllm-a and .carry/vllm-b are vLLM 0.25.1 and what it imports, as wheels (a/whl) and archives of its Python and its library
+# (a/vllm_py.tar.xz, b/vllm_C.tar.xz).  Five calls, sent at once:
 #   .carry/base     bash experiments/sitting/unpack.sh; setsid bash experiments/sitting/whole_steps.sh > /tmp/queue.log 2>&1 < /dev/null &
-#                   bash experiments/sitting/wait.sh 400
-#   .carry/vllm-a   mkdir -p /tmp/vllm; cp -r .carry/vllm-a /tmp/vllm/a; bash experiments/sitting/wait.sh 5
+#                   bash experiments/sitting/wait.sh 10
+#   .carry/vllm-a   mkdir -p /tmp/vllm; cp -r .carry/vllm-a /tmp/vllm/a
 #   .carry/vllm-b   cp -r .carry/vllm-b /tmp/vllm/b; touch /tmp/vllm/whole; bash experiments/sitting/wait.sh 560
-#   .carry/base     bash experiments/sitting/wait.sh 585
+#   .carry/base     bash experiments/sitting/wait.sh 585, twice
+# Tests, starts and vLLM's installation share the card; then each timing has it alone; tests fill what is left.
 . experiments/sitting/environment.sh
 cd $TREE || exit 1; export CUDA_MPS_PIPE_DIRECTORY=/tmp/none; out=/tmp/whole/rows; mkdir -p $out
-run() { name=$1; shift; timeout ${LIMIT:-300} python3 -m "$@" > $out/$name.jsonl 2> $out/$name.log; status=$?; since "$name: $status"; return $status; }
-steps() { run native-$1-$3 benchmarks.end_to_end native --precision int8 --cases $1 --recompute $2 --tokens $3 --out $out/steps; }
-run prewarm benchmarks.prewarm
-steps 2k none 6912 || steps 2k none 4608
-steps 8k mlp 16896 || steps 8k mlp 8448
+run() { name=$1; shift; timeout ${LIMIT:-300} python3 -m "$@" > $out/$name.jsonl 2> $out/$name.log; since "$name: $?"; }
+# Fewer tokens a micro-batch where more do not fit: the row says so.
+steps() {
+  for tokens in $3; do
+    run native-$1-$tokens benchmarks.end_to_end native --precision int8 --cases $1 --recompute $2 --tokens $tokens --out $out/steps
+    tail -n 1 $out/steps/native-int8-*.jsonl | grep -q '"error"' || break
+  done
+}
+tests() {  # BACK_END LIMIT FILES
+  timeout -s INT -k 20 $2 python3 -m pytest -q -n 5 -p no:cacheprovider --timeout 240 --tb short -rf --back-end $1 $3 > $out/tests-$1-$2.log 2>&1
+  since "tests, $1: $?"; tail -n 3 $out/tests-$1-$2.log
+}
+start() { python3 -m experiments.proof ladder $PROOF --size $1 -- --rollout.kv_memory_gib 8 --checkpoint.every 0 > $out/start-$1.log 2>&1; since "$1: $?"; }
+guesses() { run guesses-$1-$2 benchmarks.speculation --precision int8 --repeats 6 --folder $PROOF/start-$1/model --prompts $PROOF/data/$2.train.jsonl; }
+named() { for one in "$@"; do echo tests/gpu/test_$one.py; done; }
+# First what samples, with guesses, as is the default; then what has not run since attention sums in parts of 2,048 keys.
+ENGINES=$(named drafts exactness replay repeat resume trainer reference shared_prefix)
+REST=$(named gemm linear_backward int8_backward quantise publish sampling log_prob token_log_probs_backward qkv_backward norm_backward lora loading memory \
+  out_of_memory scorer scalar_head training experts bisect calibration reward_model tokenizer_size threads adamw embedding_backward)
+tests hopper 270 "$ENGINES $REST" & shared+=($!); tests triton 270 "$REST" & shared+=($!)
+start 27m & shared+=($!); start 108m & shared+=($!)
 until [ -e /tmp/vllm/whole ]; do sleep 1; done
 python3 -m pip install -q --no-index --no-deps --target /tmp/vllm/site /tmp/vllm/a/whl/*.whl
 tar xJf /tmp/vllm/a/vllm_py.tar.xz -C /tmp/vllm/site; tar xJf /tmp/vllm/b/vllm_C.tar.xz -C /tmp/vllm/site/vllm; since "vLLM"
+wait "${shared[@]}"
+run prewarm benchmarks.prewarm
+steps 2k none "6912 4608"
+steps 8k mlp "16896 8448"
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_DEEP_GEMM_WARMUP=skip
 PYTHONPATH=$PYTHONPATH:/tmp/vllm/site LIMIT=420 run vllm benchmarks.end_to_end rollout-vllm --out $out/steps
 LIMIT=420 run transformers benchmarks.end_to_end train-transformers --sequences 32 --out $out/steps
 python3 -m benchmarks.end_to_end table $out/steps
-run ragged benchmarks.rollout native --precision int8 --cases ragged --out $out/native   # with guesses, as is the default
-for size in 27m 108m; do
-  python3 -m experiments.proof ladder $PROOF --size $size -- --rollout.kv_memory_gib 16 --checkpoint.every 0 > $out/start-$size.log 2>&1; since "$size: $?"
-  run guesses-$size benchmarks.speculation --precision int8 --repeats 6 --folder $PROOF/start-$size/model --prompts $PROOF/data/multiply.train.jsonl
-done
+for size in 27m 108m; do for task in multiply gsm; do guesses $size $task; done; done
+LIMIT=200 run ragged benchmarks.rollout native --precision int8 --cases ragged --out $out/native
+for size in 27m 108m; do run verify-$size isobit.cli.main verify $PROOF/start-$size/model --back_end hopper; tail -n 2 $out/verify-$size.jsonl; done
+tests hopper 500 "$(named attention int8 kv_cache attention_backward qkv delta_rule)"
 touch /tmp/queue.ended
