@@ -8,6 +8,7 @@ Two engines over the same weights take turns, with so many sequences at once in 
 twice; on the second visit the table knows the first answers. The first groups of a count warm up
 and leave no row. ``equal`` compares completions, log-probabilities among them. ``--replay RATE``
 takes guesses from the run without any, each right at that rate: random weights repeat nothing.
+``over_device`` is what a step without guesses takes over what the device takes for it.
 """
 
 import argparse
@@ -106,6 +107,8 @@ def run(options: argparse.Namespace) -> None:
             row = {"sequences": count, "visit": visit, "tokens": stats.generated_tokens}
             row |= {"without_s": without_s, "with_s": with_s, "faster": without_s / with_s}
             row |= {"accepted": stats.accepted_tokens, "proposed": stats.drafted_tokens}
+            if (drafter := guessing._drafter) is not None:
+                row["over_device"] = drafter.over_device(count)
             row = common | row | {"forwards": stats.forwards, "equal": made == groups}
             if repeat:
                 printed(row)

@@ -1,20 +1,19 @@
 # Half an hour of one card: whole steps of 8B in the default flow beside vLLM and transformers, then guesses of small models, ragged rollouts and tests.
-# .carry/vllm-a and .carry/vllm-b are vLLM 0.25.1 and what it imports, as wheels (a/whl) and archives of its Python and its library
-# (a/vllm_py.tar.xz, b/vllm_C.tar.xz).  Five calls, sent at once:
+# vLLM 0.25.1 and what it imports travel in three parts, each of which fits beside the tree in 64 MiB: .carry/vllm-a has the wheels (whl), vllm-b an
+# archive of its Python (vllm_py.tar.xz) and the first 20 MB of that of its library (vllm_C.tar.xz.aa, by `split -b 20M`), vllm-c the rest.  Six calls:
 #   .carry/base     bash experiments/sitting/unpack.sh; setsid bash experiments/sitting/whole_steps.sh > /tmp/queue.log 2>&1 < /dev/null &
-#                   bash experiments/sitting/wait.sh 10
-#   .carry/vllm-a   mkdir -p /tmp/vllm; cp -r .carry/vllm-a /tmp/vllm/a
-#   .carry/vllm-b   cp -r .carry/vllm-b /tmp/vllm/b; touch /tmp/vllm/whole; bash experiments/sitting/wait.sh 560
-#   .carry/base     bash experiments/sitting/wait.sh 585, twice
+#                   sleep 20; tail /tmp/queue.log
+#   .carry/vllm-a   mkdir -p /tmp/vllm; cp -r .carry/vllm-a/* /tmp/vllm/, and the same of b and c; the last also: touch /tmp/vllm/whole
+#   .carry/base     bash experiments/sitting/wait.sh 585, twice or until it has ended
 # Tests, starts and vLLM's installation share the card; then each timing has it alone; tests fill what is left.
 . experiments/sitting/environment.sh
 cd $TREE || exit 1; export CUDA_MPS_PIPE_DIRECTORY=/tmp/none; out=/tmp/whole/rows; mkdir -p $out
-run() { name=$1; shift; timeout ${LIMIT:-300} python3 -m "$@" > $out/$name.jsonl 2> $out/$name.log; since "$name: $?"; }
+run() { name=$1; shift; timeout ${LIMIT:-300} python3 -m "$@" > $out/$name.jsonl 2> $out/$name.log; status=$?; since "$name: $status"; return $status; }
 # Fewer tokens a micro-batch where more do not fit: the row says so.
 steps() {
   for tokens in $3; do
-    run native-$1-$tokens benchmarks.end_to_end native --precision int8 --cases $1 --recompute $2 --tokens $tokens --out $out/steps
-    tail -n 1 $out/steps/native-int8-*.jsonl | grep -q '"error"' || break
+    run native-$1-$tokens benchmarks.end_to_end native --precision int8 --cases $1 --recompute $2 --tokens $tokens --out $out/steps &&
+      ! tail -n 1 $out/steps/native-int8-*.jsonl | grep -q '"error"' && break
   done
 }
 tests() {  # BACK_END LIMIT FILES
@@ -30,15 +29,14 @@ REST=$(named gemm linear_backward int8_backward quantise publish sampling log_pr
   out_of_memory scorer scalar_head training experts bisect calibration reward_model tokenizer_size threads adamw embedding_backward)
 tests hopper 270 "$ENGINES $REST" & shared+=($!); tests triton 270 "$REST" & shared+=($!)
 start 27m & shared+=($!); start 108m & shared+=($!)
-until [ -e /tmp/vllm/whole ]; do sleep 1; done
-python3 -m pip install -q --no-index --no-deps --target /tmp/vllm/site /tmp/vllm/a/whl/*.whl
-tar xJf /tmp/vllm/a/vllm_py.tar.xz -C /tmp/vllm/site; tar xJf /tmp/vllm/b/vllm_C.tar.xz -C /tmp/vllm/site/vllm; since "vLLM"
 wait "${shared[@]}"
+[ -e /tmp/vllm/whole ] && python3 -m pip install -q --no-index --no-deps --target /tmp/vllm/site /tmp/vllm/whl/*.whl
+[ -e /tmp/vllm/whole ] && tar xJf /tmp/vllm/vllm_py.tar.xz -C /tmp/vllm/site && cat /tmp/vllm/vllm_C.tar.xz.* | tar xJf - -C /tmp/vllm/site/vllm; since "vLLM: $?"
 run prewarm benchmarks.prewarm
-steps 2k none "6912 4608"
+steps 2k none "4608"
 steps 8k mlp "16896 8448"
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_DEEP_GEMM_WARMUP=skip
-PYTHONPATH=$PYTHONPATH:/tmp/vllm/site LIMIT=420 run vllm benchmarks.end_to_end rollout-vllm --out $out/steps
+[ -e /tmp/vllm/whole ] && PYTHONPATH=$PYTHONPATH:/tmp/vllm/site LIMIT=420 run vllm benchmarks.end_to_end rollout-vllm --out $out/steps
 LIMIT=420 run transformers benchmarks.end_to_end train-transformers --sequences 32 --out $out/steps
 python3 -m benchmarks.end_to_end table $out/steps
 for size in 27m 108m; do for task in multiply gsm; do guesses $size $task; done; done

@@ -25,7 +25,7 @@ from isobit.memory.cache_size import SPECULATED_ROWS, CacheSize, forward_bytes
 from isobit.models.function import SampledPolicy
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rollout.drafts import BUDGET, LONGEST_REST, REFILL, Drafter, StepTimes
+from isobit.rollout.drafts import BUDGET, LONGEST_REST, OWED, REFILL, Drafter, StepTimes
 from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Handle, Request
@@ -614,6 +614,8 @@ class Clocked(Times):
     slow: float = 1.0
     """Multiples that the device takes for every step."""
     accepted: float = 0.0
+    host: float = 0.0
+    """What the host does for guesses in every step, naps aside, where it is not hidden."""
 
     def now(self) -> float:
         return 1.0 + self.seconds
@@ -629,6 +631,7 @@ class Clocked(Times):
             guessed += bool(made)
             device_s = self.slow * self.step_seconds(len(samples) + made, 0)
             self.seconds += device_s + cost if made else device_s * self.plain + cost * waits
+            self.seconds += self.host * (not drafter._nap)
         return guessed
 
     def steps_at_once(
@@ -739,6 +742,41 @@ def test_guesses_cost_no_more_than_their_budget(
         times.steps(drafter, samples, steps, cost)
     tokens, plain = min(sample.drawn for sample in samples), times.step_seconds(16, 0)
     assert times.seconds * (1 - REFILL) <= (tokens + BUDGET) * plain + 2.5
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("rate", [0.0, 0.4, 0.9])
+@pytest.mark.parametrize("host", [0.05, 0.2, 1.0])
+@pytest.mark.parametrize("rows", [1, 8, 60])
+def test_a_host_that_steps_wait_for_is_paid_from_the_budget(
+    rows: int, host: float, rate: float
+) -> None:
+    """Whether guesses are worth it or not, no step would have taken more without them."""
+    samples = decoding(*[rate] * rows)
+    times = Clocked(0.005, wait_s=0.05, host_s=0.001, plain=1.7, host=host)
+    drafter = clocked(times)
+    times.steps(drafter, samples, 4000, 0.05)
+    tokens, plain = min(sample.drawn for sample in samples), 1.7 * times.step_seconds(rows, 0)
+    assert times.seconds * (1 - REFILL) <= (tokens + BUDGET) * plain + 5 * (plain + host)
+    if rate == 0.9 and rows == 1:
+        assert times.seconds < 0.7 * tokens * plain, "what they gain is not lost"
+
+
+@pytest.mark.parametrize("plain", [1.0, 1.7])
+def test_samples_that_end_are_noted_within_what_is_left_where_the_host_shows(plain: float) -> None:
+    samples = decoding(*[0.0] * 8)
+    times = Clocked(0.005, wait_s=0.05, plain=plain, host=0.2 * (plain > 1))
+    drafter, noted = clocked(times), list[Sample]()
+    drafter.note = lambda *samples: noted.extend(samples)
+    times.steps(drafter, samples, 200, 0.05)
+    learnt = drafter._of(samples)
+    noted.clear()
+    for budget, is_noted in ((1.0, True), (-1.0, True), (-OWED, plain == 1.0)):
+        learnt.budget = budget
+        drafter.note_ended(samples[:2], samples)
+        assert noted == samples[:2] * is_noted
+        assert (learnt.budget < budget) == (is_noted and budget < 0 and plain > 1)
+        noted.clear()
 
 
 @pytest.mark.few(2)
