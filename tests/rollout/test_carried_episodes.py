@@ -168,7 +168,7 @@ class Run:
         ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sizes", [SIZES, TIGHT], ids=["wide", "tight"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["plain", "opens", "rewards", "leads"])
@@ -209,6 +209,7 @@ def test_an_evaluation_of_the_same_prompts_meets_none_of_them(kind: str, seed: i
     assert evaluations.keys() == {True}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("taken", ["before the step", "before the first token", "in the middle"])
 @pytest.mark.parametrize("kind", ["plain", "opens", "leads"])
 def test_a_record_that_is_taken_in_a_step_has_the_answers_of_the_step(

@@ -358,6 +358,7 @@ def test_a_server_that_came_up_after_the_engine_has_sizes_before_it_draws() -> N
             assert generate(engine, wanted) == generate(native_of(policy), wanted)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pages", [1, 2])
 def test_a_server_that_comes_later_draws_what_its_cache_holds(pages: int) -> None:
     """It has a smaller one than those that answered when the engine was made; the others go on with

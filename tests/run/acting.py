@@ -81,7 +81,7 @@ def die_before_schedule(step: int, ranks: Path) -> None:
     kinds[0].append_schedule, kinds[1].draw_on, kinds[2]._whole_here = dying, drawing, hastily
 
 
-def fail_beside(step: int, turns: int) -> None:
+def fail_beside(step: int, turns: int, error: type[Exception] = ToolError) -> None:
     """Have the drawing beside a step fail, behind some turns."""
     draw_on, steps = FreeBatches.draw_on, count(1)
 
@@ -91,7 +91,7 @@ def fail_beside(step: int, turns: int) -> None:
             return
         left = iter(range(turns))
         draw_on(self, lambda: next(left, None) is None, *more)
-        raise ToolError("the host of the environments ends again and again")
+        raise error("the host of the environments ends again and again")
 
     kind: Any = FreeBatches
     kind.draw_on = failing

@@ -359,7 +359,7 @@ def draws_beside(world: World, case: dict[str, Any]) -> list[int]:
     return [drawn, begun]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("trainers", "rollouters", "staleness"), [(1, 1, 2), (1, 2, 4), (2, 1, 3), (2, 2, 4)]
 )
@@ -505,7 +505,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("staleness", [1, 2])
 @pytest.mark.parametrize("change", OTHERS)
 def test_open_groups_of_other_settings_are_drawn_from_their_beginning(

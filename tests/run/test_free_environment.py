@@ -23,7 +23,7 @@ from isobit.run.free_batches import FreeBatches
 from isobit.run.loop import train
 from isobit.run.pending import value_of
 from isobit.store.keeper import CheckpointKeeper
-from isobit.util.errors import ToolError
+from isobit.util.errors import RewardError, ServerError, ToolError
 from tests.environments.servers import Count, serving
 from tests.rollout.served import served
 from tests.run import acting
@@ -120,7 +120,7 @@ def ask_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Environments, "ask", refuse)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive  # of samples without turns in test_free_batches
 @pytest.mark.parametrize("name", ["Speaks", "Paced", "Counter"])
 def test_a_schedule_that_time_has_made_is_replayed_and_resumed(
     name: str, free_acting: MakeConfig, monkeypatch: pytest.MonkeyPatch
@@ -281,9 +281,11 @@ def test_servers_draw_open_episodes_on_while_a_step_learns(
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["Counter", "Speaks", "Slow"])
 @pytest.mark.parametrize("turns", [3, 0])
+@pytest.mark.parametrize("error", [RewardError, ServerError, ToolError])
 def test_a_step_is_not_lost_where_the_drawing_beside_it_fails(
     name: str,
     turns: int,
+    error: type[Exception],
     free_acting: MakeConfig,
     tiny_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -296,8 +298,8 @@ def test_a_step_is_not_lost_where_the_drawing_beside_it_fails(
         config = free_acting(2, name, rollout={**rollout, **servers}, checkpoint={"every": 0})
         with monkeypatch.context() as patch:
             patch.setattr(FreeBatches, "draw_on", FreeBatches.draw_on)  # is put back
-            acting.fail_beside(3, turns)
-            with pytest.raises(ToolError, match="again and again"):
+            acting.fail_beside(3, turns, error)
+            with pytest.raises(error, match="again and again"):
                 train(config, silent())
         assert [one.name for one in (config.output / "checkpoints").iterdir()] == ["step_000003"]
         train(config, silent(), resume=True)

@@ -143,6 +143,7 @@ def _joined(chunks: list[dict[str, Any]]) -> dict[int, Any]:
         {"logprobs": 2, "stop": ["1"]},  # its text ends before its tokens
     ],
 )
+@pytest.mark.few(3)
 def test_a_stream_adds_up_to_the_answer(server: Running, how: dict[str, Any]) -> None:
     asked = ASKED | how
     whole = choices(server.answer(asked))
