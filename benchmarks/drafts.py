@@ -24,7 +24,7 @@ that is waited for takes longer by each of ``COSTS``, while the drafter is told 
 not. A row has by how many times a rollout is faster with guesses: the least and the mean of four
 rollouts, one after the other, for each cost and estimate. All samples of a rollout begin together,
 and it lasts until the last one ends. With ``--host`` steps take what those of a trained 27M model
-were measured to take, which its host bounds, and besides what planning takes on this machine.
+were measured to take, which wait for its host, and besides what planning takes on this machine.
 """
 
 import argparse
@@ -438,7 +438,7 @@ if __name__ == "__main__":
     parser.add_argument("--against", type=Path, metavar="SRC")
     parser.add_argument("--streams", type=Path, metavar="FILE.jsonl")
     parser.add_argument("--clock", action="store_true", help="what guesses cost, by that of a card")
-    parser.add_argument("--host", action="store_true", help="which its host bounds")
+    parser.add_argument("--host", action="store_true", help="with --clock, steps that wait for the host")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 16, 32, 60])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)

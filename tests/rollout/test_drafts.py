@@ -751,7 +751,7 @@ def test_guesses_cost_no_more_than_their_budget(
 def test_a_host_that_steps_wait_for_is_paid_from_the_budget(
     rows: int, host: float, rate: float
 ) -> None:
-    """Whether guesses are worth it or not, no step would have taken more without them."""
+    """Whether guesses are worth it or not, a rollout takes longer by no more than the budget."""
     samples = decoding(*[rate] * rows)
     times = Clocked(0.005, wait_s=0.05, host_s=0.001, plain=1.7, host=host)
     drafter = clocked(times)

@@ -120,7 +120,7 @@ def ask_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Environments, "ask", refuse)
 
 
-@pytest.mark.exhaustive  # of samples without turns in test_free_batches
+@pytest.mark.exhaustive  # test_free_batches has it for samples without turns
 @pytest.mark.parametrize("name", ["Speaks", "Paced", "Counter"])
 def test_a_schedule_that_time_has_made_is_replayed_and_resumed(
     name: str, free_acting: MakeConfig, monkeypatch: pytest.MonkeyPatch

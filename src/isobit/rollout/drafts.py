@@ -81,7 +81,7 @@ where what they take was last a mean: guesses that are kept by what once was slo
 where they are worth it this costs 1%.
 """
 HOST_SHOWS = 1.15
-"""A step that takes so many times what the device takes, or more, waits for the host."""
+"""A step that takes more than so many times what the device takes waits for the host."""
 NAP = 16
 """Steps of such a host for which nothing is done for guesses."""
 OWED = 3.0

@@ -9,7 +9,7 @@ from tests.kernels.hopper.interpreted import run_interpreted
 MODULE = "tests.kernels.triton.interpreted_delta_rule"
 
 
-@pytest.mark.exhaustive  # the card's tests have it, too
+@pytest.mark.exhaustive  # tests/gpu/test_delta_rule.py has it on a card
 def test_tokens_in_parts(tmp_path: Path) -> None:
     run_interpreted(f"{MODULE}:parts", tmp_path)
 
