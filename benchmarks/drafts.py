@@ -438,7 +438,7 @@ if __name__ == "__main__":
     parser.add_argument("--against", type=Path, metavar="SRC")
     parser.add_argument("--streams", type=Path, metavar="FILE.jsonl")
     parser.add_argument("--clock", action="store_true", help="what guesses cost, by that of a card")
-    parser.add_argument("--host", action="store_true", help="with --clock, steps that wait for the host")
+    parser.add_argument("--host", action="store_true", help="whose steps wait for the host")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 16, 32, 60])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
