@@ -27,7 +27,7 @@ named() { for one in "$@"; do echo tests/gpu/test_$one.py; done; }
 ENGINES=$(named drafts exactness replay repeat resume trainer reference shared_prefix)
 REST=$(named gemm linear_backward int8_backward quantise publish sampling log_prob token_log_probs_backward qkv_backward norm_backward lora loading memory \
   out_of_memory scorer scalar_head training experts bisect calibration reward_model tokenizer_size threads adamw embedding_backward)
-tests hopper 270 "$ENGINES $REST" & shared+=($!); tests triton 270 "$REST" & shared+=($!)
+tests hopper 180 "$ENGINES $REST" & shared+=($!); tests triton 180 "$REST" & shared+=($!)
 start 27m & shared+=($!); start 108m & shared+=($!)
 wait "${shared[@]}"
 [ -e /tmp/vllm/whole ] && python3 -m pip install -q --no-index --no-deps --target /tmp/vllm/site /tmp/vllm/whl/*.whl
@@ -36,7 +36,7 @@ run prewarm benchmarks.prewarm
 steps 2k none "4608"
 steps 8k mlp "16896 8448"
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_DEEP_GEMM_WARMUP=skip
-[ -e /tmp/vllm/whole ] && PYTHONPATH=$PYTHONPATH:/tmp/vllm/site LIMIT=420 run vllm benchmarks.end_to_end rollout-vllm --out $out/steps
+[ -e /tmp/vllm/whole ] && PYTHONPATH=$PYTHONPATH:/tmp/vllm/site LIMIT=480 run vllm benchmarks.end_to_end rollout-vllm --out $out/steps
 LIMIT=420 run transformers benchmarks.end_to_end train-transformers --sequences 32 --out $out/steps
 python3 -m benchmarks.end_to_end table $out/steps
 for size in 27m 108m; do for task in multiply gsm; do guesses $size $task; done; done
