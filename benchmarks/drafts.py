@@ -2,7 +2,7 @@
 of tokens through the scheduler and the executor of a card, without a card or a model.
 
     python -m benchmarks.drafts [--against OLDER/src] [--streams FILE.jsonl] > ROWS.jsonl
-    python -m benchmarks.drafts --clock [--host] [--against OLDER/src] > ROWS.jsonl
+    python -m benchmarks.drafts --clock [--against OLDER/src] > ROWS.jsonl
 
 What is "drawn" stands in streams, in groups of 8 answers for each of two visits of a prompt:
 ``answers`` are worked sums in which siblings word some steps differently, and now and then make a
@@ -23,8 +23,7 @@ that is waited for takes longer by each of ``COSTS``, while the drafter is told 
 ``ESTIMATES`` times their length. ``bursts`` are phrases that come again between numbers that do
 not. A row has by how many times a rollout is faster with guesses: the least and the mean of four
 rollouts, one after the other, for each cost and estimate. All samples of a rollout begin together,
-and it lasts until the last one ends. With ``--host`` steps take what those of a trained 27M model
-were measured to take, which wait for its host, and besides what planning takes on this machine.
+and it lasts until the last one ends.
 """
 
 import argparse
@@ -63,9 +62,6 @@ STEP_S, ROW_SHARE, COSTLY = 3.6e-3, 0.004, 50.0
 SIZES = graph_sizes(128)
 MEASURED_S = ((1, 1.04e-3), (8, 1.29e-3), (32, 1.40e-3), (64, 1.78e-3))
 """Seconds of a decode step by rows: 443M in INT8 on an H200."""
-HOSTED_S = ((1, 0.36e-3), (8, 0.45e-3), (32, 0.60e-3), (64, 0.75e-3))
-HOSTED = 0.6
-"""The same of 27M, whose kernels take this share of it and wait for the host."""
 COSTS = ((0.05e-3, 2e-6), (0.25e-3, 20e-6), (0.6e-3, 50e-6))
 """Seconds that a step takes longer, and that each of its samples adds, where it is waited for."""
 ESTIMATES = (0.6, 1.0, 1.5)
@@ -102,9 +98,6 @@ class Streams:
     def pass_by(self, rows: int, samples: int, is_waited_for: bool) -> None:
         """Let the time of a step pass, if there is a clock."""
 
-    def has_planned(self, seconds: float) -> None:
-        """Let the time pass that planning has taken, where the device does nothing meanwhile."""
-
     def prefill(self, plan: Plan) -> States:
         return States(torch.zeros(len(plan), 1))
 
@@ -134,28 +127,25 @@ class Streams:
 class Clocked(Streams):
     """Its clock says what steps take, and an estimate of that may be wrong."""
 
-    def __init__(self, estimate: float, cost: tuple[float, float], is_hosted: bool = False) -> None:
+    def __init__(self, estimate: float, cost: tuple[float, float]) -> None:
         super().__init__()
         self._estimate, self._cost, self._noise = estimate, cost, Random(1)  # noqa: S311 (no secret)
-        self._is_hosted, self.seconds = is_hosted, 1.0
+        self.seconds = 1.0
 
     def step_seconds(self, rows: int, length: int) -> float:
-        return self._estimate * self._measured_s(rows) * (HOSTED if self._is_hosted else 1)
+        return self._estimate * _measured_s(rows)
 
     def pass_by(self, rows: int, samples: int, is_waited_for: bool) -> None:
         if rows:
-            self.seconds += self._measured_s(rows) * self._noise.gauss(1.0, 0.03)
+            self.seconds += _measured_s(rows) * self._noise.gauss(1.0, 0.03)
         if is_waited_for:
             self.seconds += self._cost[0] + self._cost[1] * samples
 
-    def has_planned(self, seconds: float) -> None:
-        self.seconds += seconds * self._is_hosted
 
-    def _measured_s(self, rows: int) -> float:
-        size = next(size for size in SIZES if size >= rows)
-        measured = HOSTED_S if self._is_hosted else MEASURED_S
-        rows_of, seconds_of = zip(*measured, strict=True)
-        return float(numpy.interp(size, rows_of, seconds_of))
+def _measured_s(rows: int) -> float:
+    size = next(size for size in SIZES if size >= rows)
+    rows_of, seconds_of = zip(*MEASURED_S, strict=True)
+    return float(numpy.interp(size, rows_of, seconds_of))
 
 
 class Known:
@@ -197,7 +187,6 @@ def play(
                 planning += perf_counter() - began
             if scheduler.is_done:
                 its.append(planning)
-                runner.has_planned(planning)
                 break
             began = perf_counter()
             plan = scheduler.plan()
@@ -219,7 +208,6 @@ def play(
             began = perf_counter()
             scheduler.remove_finished()
             its.append(planning + perf_counter() - began)
-            runner.has_planned(its[-1])
         executor.settle()
         scheduler.remove_finished()
         for sample in scheduler.take_finished():
@@ -389,8 +377,7 @@ def by_clock(options: argparse.Namespace) -> None:
     for places, stream in product(options.sequences, STREAMS):
         faster: dict[tuple[str, int], list[float]] = {}
         for cost, estimate, (name, tree) in product(COSTS, ESTIMATES, trees.items()):
-            clock = estimate, cost, options.host
-            off, on = (tree.play(stream, places, n, *clock)[0] for n in (0, MOST))
+            off, on = (tree.play(stream, places, n, estimate, cost)[0] for n in (0, MOST))
             for place, (a, b) in enumerate(zip(off, on, strict=True)):
                 faster.setdefault((name, place % 2), []).append(a["clock_s"] / b["clock_s"])
         for visit in range(2):
@@ -438,7 +425,6 @@ if __name__ == "__main__":
     parser.add_argument("--against", type=Path, metavar="SRC")
     parser.add_argument("--streams", type=Path, metavar="FILE.jsonl")
     parser.add_argument("--clock", action="store_true", help="what guesses cost, by that of a card")
-    parser.add_argument("--host", action="store_true", help="whose steps wait for the host")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 16, 32, 60])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)

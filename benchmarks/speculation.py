@@ -8,7 +8,8 @@ Two engines over the same weights take turns, with so many sequences at once in 
 twice; on the second visit the table knows the first answers. The first groups of a count warm up
 and leave no row. ``equal`` compares completions, log-probabilities among them. ``--replay RATE``
 takes guesses from the run without any, each right at that rate: random weights repeat nothing.
-``over_device`` is what a step without guesses takes over what the device takes for it.
+``over_device`` is what a step without guesses takes over what the device takes for it. Without
+``--most`` the engine has its defaults: a model whose steps are too short has no guesses.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from isobit.models.folder import load_policy
 from isobit.models.policy import Policy, random_policy
 from isobit.models.shapes import model_shape
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rollout.drafts import Drafter
+from isobit.rollout.drafts import GUESSES, Drafter
 from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Handle, Request
@@ -84,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
     configs = (config.model_copy(update={"speculation": most}) for most in (0, options.most))
     plain, guessing = (NativeEngine(policy, config, None, 0) for config in configs)
     if options.replay is not None:
-        drafter = Replaying(options.most, guessing._executor)
+        drafter = Replaying(options.most or GUESSES, guessing._executor)
         drafter.rate = options.replay
         guessing._drafter = guessing._scheduler._drafter = drafter
     params = SamplingParams(options.new_tokens, stop_token_ids=stops)
@@ -121,8 +122,9 @@ if __name__ == "__main__":
     model.add_argument("--shape")
     parser.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="needs --folder")
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 8, 32, 64])
-    for name, default in (("samples", 8), ("new-tokens", 256), ("most", 7), ("repeats", 2)):
+    for name, default in (("samples", 8), ("new-tokens", 256), ("repeats", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--most", type=int, help="guesses behind a sequence")
     parser.add_argument("--kv-memory-gib", type=float, default=12.0)
     parser.add_argument("--precision", default="fp8")
     parser.add_argument("--replay", type=float, metavar="RATE")

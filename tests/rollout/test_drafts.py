@@ -25,7 +25,8 @@ from isobit.memory.cache_size import SPECULATED_ROWS, CacheSize, forward_bytes
 from isobit.models.function import SampledPolicy
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rollout.drafts import BUDGET, LONGEST_REST, OWED, REFILL, Drafter, StepTimes
+from isobit.rollout import drafts
+from isobit.rollout.drafts import BUDGET, LONGEST_REST, REFILL, Drafter, StepTimes
 from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Handle, Request
@@ -614,8 +615,6 @@ class Clocked(Times):
     slow: float = 1.0
     """Multiples that the device takes for every step."""
     accepted: float = 0.0
-    host: float = 0.0
-    """What the host does for guesses in every step, naps aside, where it is not hidden."""
 
     def now(self) -> float:
         return 1.0 + self.seconds
@@ -631,7 +630,6 @@ class Clocked(Times):
             guessed += bool(made)
             device_s = self.slow * self.step_seconds(len(samples) + made, 0)
             self.seconds += device_s + cost if made else device_s * self.plain + cost * waits
-            self.seconds += self.host * (not drafter._nap)
         return guessed
 
     def steps_at_once(
@@ -742,41 +740,6 @@ def test_guesses_cost_no_more_than_their_budget(
         times.steps(drafter, samples, steps, cost)
     tokens, plain = min(sample.drawn for sample in samples), times.step_seconds(16, 0)
     assert times.seconds * (1 - REFILL) <= (tokens + BUDGET) * plain + 2.5
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("rate", [0.0, 0.4, 0.9])
-@pytest.mark.parametrize("host", [0.05, 0.2, 1.0])
-@pytest.mark.parametrize("rows", [1, 8, 60])
-def test_a_host_that_steps_wait_for_is_paid_from_the_budget(
-    rows: int, host: float, rate: float
-) -> None:
-    """Whether guesses are worth it or not, a rollout takes longer by no more than the budget."""
-    samples = decoding(*[rate] * rows)
-    times = Clocked(0.005, wait_s=0.05, host_s=0.001, plain=1.7, host=host)
-    drafter = clocked(times)
-    times.steps(drafter, samples, 4000, 0.05)
-    tokens, plain = min(sample.drawn for sample in samples), 1.7 * times.step_seconds(rows, 0)
-    assert times.seconds * (1 - REFILL) <= (tokens + BUDGET) * plain + 5 * (plain + host)
-    if rate == 0.9 and rows == 1:
-        assert times.seconds < 0.7 * tokens * plain, "what they gain is not lost"
-
-
-@pytest.mark.parametrize("plain", [1.0, 1.7])
-def test_samples_that_end_are_noted_within_what_is_left_where_the_host_shows(plain: float) -> None:
-    samples = decoding(*[0.0] * 8)
-    times = Clocked(0.005, wait_s=0.05, plain=plain, host=0.2 * (plain > 1))
-    drafter, noted = clocked(times), list[Sample]()
-    drafter.note = lambda *samples: noted.extend(samples)
-    times.steps(drafter, samples, 200, 0.05)
-    learnt = drafter._of(samples)
-    noted.clear()
-    for budget, is_noted in ((1.0, True), (-1.0, True), (-OWED, plain == 1.0)):
-        learnt.budget = budget
-        drafter.note_ended(samples[:2], samples)
-        assert noted == samples[:2] * is_noted
-        assert (learnt.budget < budget) == (is_noted and budget < 0 and plain > 1)
-        noted.clear()
 
 
 @pytest.mark.few(2)
@@ -921,6 +884,54 @@ def test_guesses_are_on_by_default_where_what_they_cost_is_learnt() -> None:
     assert by_default > off
     servers = {"engine": "http", "servers": ["http://a:1"]}
     check_engine(RunConfig.model_validate(small_run(Path("a"), Path("b"), rollout=servers)))
+
+
+@pytest.mark.parametrize("speculation", [None, 7])
+@pytest.mark.parametrize("shortest", [1.0, 1.1])
+def test_nothing_is_done_for_guesses_by_default_where_steps_are_short(
+    shortest: float, speculation: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their table stays empty, and whoever asks for guesses gets them."""
+    monkeypatch.setattr(drafts, "SHORTEST_S", shortest)
+    engine, _ = make_engine(wrap=Ticking, speculation=speculation)
+    engine._executor.wait_s, drafter = 0.1, engine._drafter
+    assert drafter is not None
+    first = replace(request(0, 9, 2, max_new_tokens=60), seed=5)
+    for visit in range(2):
+        generate(engine, [replace(first, visit=visit)])
+    assert drafter.is_off == (shortest > 1 and speculation is None)
+    assert (engine.stats.accepted_tokens == 0) == drafter.is_off
+    assert any(drafter._table.entries) != drafter.is_off
+
+
+@both_executors
+def test_samples_that_end_last_are_noted_in_the_next_rollout(pipelined: bool) -> None:
+    """While its first steps are computed; they are known when these can have guesses."""
+    engine, _ = open_engine(pipelined, speculation=8)
+    drafter = engine._drafter
+    assert drafter is not None
+    first = replace(request(0, 9, max_new_tokens=20), seed=5)
+    generate(engine, [first])
+    (ended,) = drafter._ended
+    assert 0 < len(ended.tokens) - ended.noted <= 20
+    generate(engine, [request(1, 9, max_new_tokens=4)])
+    assert ended not in drafter._ended and ended.noted == len(ended.tokens)
+
+
+@pytest.mark.parametrize("count", [SPECULATED_ROWS - 1, SPECULATED_ROWS, 255, 256, 300])
+def test_more_samples_than_can_have_guesses_end(count: int) -> None:
+    """All at once, and one by one."""
+    sizes = {"max_sequences": 512, "kv_pages": 600, "max_batched_tokens": 600}
+    wanted = [
+        request(0, 9, count, max_new_tokens=3),
+        *(request(1 + i, 5, max_new_tokens=4 + i) for i in range(12)),
+    ]
+    engine, plain = (make_engine(wrap=wrap, **sizes)[0] for wrap in (Ticking, None))
+    assert engine._drafter is not None and plain._drafter is None
+    assert tokens_and_log_probs(generate(engine, wanted)) == tokens_and_log_probs(
+        generate(plain, wanted)
+    )
+    assert engine._drafter.over_device(count) == 1.0
 
 
 def test_other_engines_refuse_it_and_the_memory_plan_counts_its_rows(tmp_path: Path) -> None:

@@ -31,20 +31,18 @@ Where the budget is spent there are no guesses until time has passed. It can be 
 with guesses, and by the wait that was decided on before what this step took was known. Of a step
 that takes more than twice what is known, the rest counts as a pause and is not taken from it.
 
-Where steps take longer than the device does, as those of small models, they wait for the host, and
-what it does for guesses shows: looking them up, noting tokens, estimates. Then the budget pays for
-that, too: by how much steps without guesses take longer than in a nap, in which nothing is done.
-There is one where the budget is spent, and now and then while nothing is looked up. Samples that
-end while the budget is overdrawn are not noted.
+The steps of a small model wait for the host, and what it does for guesses shows in them: looking
+them up, noting tokens, estimates. So where the device takes less than ``shortest`` for a step of
+one sample, nothing is done for guesses at all.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain, pairwise, repeat
 from math import inf, log
 from operator import mul, neg, sub
-from time import perf_counter
 from typing import Protocol
 
 from isobit.memory.cache_size import SPECULATED_ROWS
@@ -55,6 +53,11 @@ GUESSES = 7
 """The most guesses behind a sample, by default."""
 NEW_SHARES = [1 - 0.85**count for count in range(100)]
 """The weight in a sample's rates of so many new tokens."""
+SHORTEST_S = 5e-4
+"""Seconds that the device takes for a step of one sample, below which there are no guesses by
+default. Of two models on an H200, which take about 0.3 and 0.9, steps of 64 samples of the first
+wait for the host, and those of the second hardly do (docs/performance.md, "Guesses").
+"""
 LONGEST_REST = 31
 """Steps for which nothing is looked up, at most."""
 LOOKED_UP = 0.25
@@ -80,12 +83,6 @@ TIMED_AGAIN, TIMED_SOON = 400.0, 100.0
 where what they take was last a mean: guesses that are kept by what once was slow cost no more, and
 where they are worth it this costs 1%.
 """
-HOST_SHOWS = 1.15
-"""A step that takes more than so many times what the device takes waits for the host."""
-NAP = 16
-"""Steps of such a host for which nothing is done for guesses."""
-OWED = 3.0
-"""Steps by which its budget may be overdrawn for noting samples that end meanwhile."""
 BUDGET, REFILL = 3.0, 0.01
 """Steps without guesses that guesses may cost a sample, and the share of the time that is added to
 that; for each power of two of the samples.
@@ -131,8 +128,6 @@ class _Learnt:
     cost: float = 1.0  # what guesses cost
     accepted: float = 1.0  # guesses that were accepted
     plain: float = 1.0  # what steps without guesses take
-    asleep: float = inf  # of these, those of naps
-    awake: float = 0.0  # such steps since the last nap
     budget: float = BUDGET  # of such steps, that guesses may still cost
     timed: int = 0  # of these, since they are timed again
     withheld: int = WITHHELD  # steps that may still be without guesses so that these are timed
@@ -147,33 +142,18 @@ class _Learnt:
         """Whether the next step goes without guesses, because they have cost too much, or so that
         such steps are timed.
         """
-        if self.budget <= 0 or (self.asleep == inf and self.shows_host):
+        if self.budget <= 0:
             return True
         if self.timed >= TIMED or not self.withheld:
             return False
         self.withheld -= 1
         return True
 
-    @property
-    def shows_host(self) -> bool:
-        """Whether steps take so much longer than the device does that they wait for the host."""
-        return self.timed >= TIMED and self.plain > HOST_SHOWS
-
-    def needs_nap(self, is_idle: bool) -> bool:
-        """Whether nothing is done for guesses for a while, since the host shows: their budget is
-        spent, or what steps take then is to be known, at first or while nothing is looked up.
-        """
-        is_due = self.asleep == inf or (is_idle and self.awake >= TIMED_AGAIN)
-        return (is_due or self.budget <= 0) and self.shows_host
-
-    def time(self, one: float, is_nap: bool) -> None:
-        """Steps without guesses have each taken so long.  Of the first ones the least counts: what
-        slows a step down is often over soon.
+    def time(self, one: float) -> None:
+        """A step without guesses has taken so long.  Of the first ones the least counts: what slows
+        a step down is often over soon.
         """
         one = min(one, MOST * self.plain)
-        self.awake += 1
-        if is_nap:
-            self.asleep, self.awake = one if self.asleep == inf else (self.asleep + one) / 2, 0.0
         if self.timed < TIMED:
             self.plain = min(one, self.plain) if self.timed else one
         else:
@@ -207,10 +187,14 @@ class Drafter:
         most: guesses behind one sample.
         times: of the device.
         slots: of the table, a power of two.
+        shortest: what a step of one sample must take on the device at least, in the unit of
+            ``times``, so that there are guesses.
     """
 
-    def __init__(self, most: int, times: StepTimes, slots: int = SLOTS) -> None:
-        self.most, self._times = most, times
+    def __init__(
+        self, most: int, times: StepTimes, slots: int = SLOTS, shortest: float = 0.0
+    ) -> None:
+        self.most, self._times, self._shortest = most, times, shortest
         self._table = ContextTable(slots)
         self._rest = self._last_rest = 0
         """Steps for which nothing is looked up: those that are left, and in all."""
@@ -227,10 +211,17 @@ class Drafter:
         """Whether the tokens in flight are waited for, and those in front of this plan were."""
         self._flowing = 0
         """Steps without guesses in a row, each planned while the one before was computed."""
-        self._nap = self._napped = 0
-        """Steps of a nap that are left, and those so far that were of decoding samples alone."""
         self.has_guessed = False
         """Whether the step that was planned last may have guesses."""
+        self._ended = list[Sample]()
+        """Samples that have ended and are not noted yet."""
+
+    @cached_property
+    def is_off(self) -> bool:
+        """Whether the device's steps are too short for guesses; they are timed when it is first
+        asked.
+        """
+        return bool(self._shortest) and self._times.step_seconds(1, LENGTHS) < self._shortest
 
     def is_worth_waiting(
         self,
@@ -240,12 +231,11 @@ class Drafter:
         """Whether guesses behind these samples, for as many as there is room, are expected to be
         worth it that the tokens in flight are waited for first.
         """
-        if self._nap:
-            return False
+        self._note_ended()
         if self._rest:
             self._rest -= 1
             return False
-        if not 0 < len(running) < SPECULATED_ROWS:
+        if not 0 < len(running) < SPECULATED_ROWS or self.is_off:
             return False
         self.note(*running)
         if self._withholds(running):
@@ -261,48 +251,38 @@ class Drafter:
     def begin_plan(self) -> None:
         """Learn from the last step, if it was of decoding samples alone.  One with guesses was
         waited for, and the time since it was planned is what the device took for it and what nobody
-        would have waited for; where steps follow each other without that, it is what one takes.
-        Those of a nap are timed together.  A pause that has other reasons counts twice what is
-        known at most.
+        would have waited for; where steps follow each other without that, it is what one takes.  A
+        pause that has other reasons counts twice what is known at most.
         """
-        self._nap = max(0, self._nap - 1)
-        if self._nap:
-            return
         began, self._began = self._began, self._times.now()
         planned, self._planned = self._planned, None
         waits, self._waits, self.has_guessed = self._waits, False, False
-        napped, self._napped = self._napped, 0
-        count = max(1, napped)
         is_plain = planned is not None and not planned.expected and not waits
-        self._flowing = self._flowing + count if is_plain else 0
+        self._flowing = self._flowing + 1 if is_plain else 0
         self._has_waited = waits or (planned is not None and planned.expected > 0)
-        if planned is None or napped not in (0, NAP):
+        if planned is None:
             return
-        seconds, learnt = (self._began - began) / count if began else 0.0, self._of(planned.samples)
+        seconds, learnt = self._began - began if began else 0.0, self._of(planned.samples)
         if self._learns:
-            self._charge(learnt, planned, seconds, napped)
+            self._charge(learnt, planned, seconds)
         if planned.expected:
             self._learn(learnt, planned, seconds)
         elif seconds and self._flowing > 1:
-            learnt.time(seconds / planned.device_s, napped > 0)
+            learnt.time(seconds / planned.device_s)
 
-    def _charge(self, learnt: _Learnt, planned: _Planned, seconds: float, napped: int) -> None:
+    def _charge(self, learnt: _Learnt, planned: _Planned, seconds: float) -> None:
         """Take from the budget by how much a step, which has taken so long, has put the sample
-        behind that is furthest behind: all of them, where it had no guesses and was longer for what
-        the host did for them.  Nothing is taken for a nap of so many steps.
+        behind that is furthest behind.
         """
         samples = planned.samples
         known_s = max(1.0, learnt.plain) * planned.device_s + self._wait_s(samples)
-        one_s = min(learnt.plain, learnt.asleep) * planned.plain_s
-        steps = min(seconds, MOST * known_s) / one_s
-        learnt.budget += REFILL * steps * max(1, napped)
+        steps = min(seconds, MOST * known_s) / (learnt.plain * planned.plain_s)
+        learnt.budget += REFILL * steps
         if steps and (planned.expected or planned.was_waited_for):
             before = _furthest_behind(samples)
             for sample, drawn in zip(samples, planned.drawn, strict=True):
                 sample.behind += steps - (sample.drawn - drawn)
             learnt.budget -= _furthest_behind(samples) - before
-        elif learnt.shows_host and learnt.asleep < inf and not napped:
-            learnt.budget -= steps - 1
         learnt.budget = min(learnt.budget, BUDGET)
 
     def _learn(self, learnt: _Learnt, planned: _Planned, seconds: float) -> None:
@@ -323,13 +303,10 @@ class Drafter:
         """The step that is planned has these decoding samples with the guesses that stand behind
         them (``Sample.draft``), and nothing else.
         """
-        if self._nap:
-            self._napped += 1
-            return
         drafts = [(sample.acceptance, len(sample.draft)) for sample in decoding if sample.draft]
         plain = len(decoding)
         rows = plain + sum(count for _, count in drafts)
-        if 0 < rows <= SPECULATED_ROWS:
+        if 0 < rows <= SPECULATED_ROWS and not self.is_off:
             length = max([sample.length for sample in decoding])
             (plain_s,) = self._seconds_of(plain, plain, length)
             (device_s,) = self._seconds_of(rows, rows, length) if drafts else (plain_s,)
@@ -337,14 +314,12 @@ class Drafter:
             drawn = [sample.drawn for sample in decoding] if is_told else ()
             expected = sum(sum(_chances(rate, count, 1.0)) for rate, count in drafts)
             self._planned = _Planned(decoding, drawn, plain_s, device_s, expected, self._has_waited)
-            if not is_told and self._of(decoding).needs_nap(self._rest > 0):
-                self._nap, self._napped = NAP, 1
 
     def over_device(self, samples: int) -> float:
         """How long steps of about so many samples without guesses were known to take, in multiples
         of the estimates.
         """
-        return self._learnt[samples.bit_length()].plain
+        return self._about(samples).plain
 
     @property
     def _learns(self) -> bool:
@@ -355,7 +330,10 @@ class Drafter:
         return self._learns and self._of(decoding).withholds()
 
     def _of(self, samples: Sequence[Sample]) -> _Learnt:
-        return self._learnt[len(samples).bit_length()]
+        return self._about(len(samples))
+
+    def _about(self, samples: int) -> _Learnt:
+        return self._learnt[min(samples, SPECULATED_ROWS).bit_length()]
 
     def _is_worth_waiting(
         self,
@@ -378,7 +356,8 @@ class Drafter:
         """Guesses of the tokens behind those of ``samples``, at most as many as each has room for,
         in a step of all that are ``decoding``.
         """
-        if self._nap or not 0 < len(decoding) < SPECULATED_ROWS:
+        self._note_ended()
+        if not 0 < len(decoding) < SPECULATED_ROWS or self.is_off:
             return [()] * len(samples)
         self.note(*samples)
         if self._withholds(decoding):
@@ -478,18 +457,17 @@ class Drafter:
             self._seconds[fewest : most + 1] = seconds
         return seconds
 
-    def note_ended(self, samples: Sequence[Sample], decoding: Sequence[Sample]) -> None:
-        """Note samples that have ended, which are among those that were ``decoding``; what the host
-        takes for it is taken from a budget that is spent, and none are noted while that is
-        overdrawn.
+    def end(self, samples: Sequence[Sample]) -> None:
+        """Note samples that have ended when the next step is computed, so that nothing waits for
+        it: if no step follows, in the next rollout.
         """
-        learnt, last = self._of(decoding), self._planned
-        if not (self._learns and learnt.shows_host) or learnt.budget > 0 or last is None:
-            self.note(*samples)
-        elif learnt.budget > -OWED:
-            began = perf_counter()
-            self.note(*samples)
-            learnt.budget -= (perf_counter() - began) / (learnt.plain * last.plain_s)
+        if not self.is_off:
+            self._ended += samples
+
+    def _note_ended(self) -> None:
+        if self._ended:
+            self.note(*self._ended)
+            self._ended = []
 
     def note(self, *samples: Sample) -> None:
         """Learn from the tokens that have come since the last time, of samples and their prompts,
@@ -517,6 +495,15 @@ class Drafter:
             self._table.begin(prompt, name)
             self._table.learn_together([prompt])
         self._table.begin(sample, name)
+
+
+def drafter_of(most: int | None, times: StepTimes) -> Drafter | None:
+    """What guesses for an engine, at most so many behind a sample; None where nothing does.  By
+    default there are some where what they cost is learnt, and steps are not too short for them.
+    """
+    if most is None:
+        return Drafter(GUESSES, times, shortest=SHORTEST_S) if times.now() else None
+    return Drafter(most, times) if most else None
 
 
 def _furthest_behind(samples: Sequence[Sample]) -> float:

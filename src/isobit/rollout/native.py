@@ -41,7 +41,7 @@ from isobit.memory.cache_size import (
 from isobit.models.function import LogProbFunction, SampledPolicy, function_of
 from isobit.precision.kv_scales import KvScales
 from isobit.records.text import Completion
-from isobit.rollout.drafts import GUESSES, Drafter
+from isobit.rollout.drafts import drafter_of
 from isobit.rollout.draws import take_ready
 from isobit.rollout.engine import Follow, SampleEvent, parted
 from isobit.rollout.engine_stats import EngineStats
@@ -118,10 +118,8 @@ class NativeEngine:
             self._executor.runner.page_tokens,
             tokenizer is not None,
         )
-        self._lengths, most = AnswerLengths(), config.speculation
-        if most is None:  # only where what they cost is learnt
-            most = GUESSES if self._executor.now() else 0
-        self._drafter = Drafter(most, self._executor) if most else None
+        self._lengths = AnswerLengths()
+        self._drafter = drafter_of(config.speculation, self._executor)
         self._allocator, self._scheduler = self._empty_cache()
 
     @property

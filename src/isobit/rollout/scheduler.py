@@ -285,11 +285,11 @@ class Scheduler:
             self._requeue(sample)
         finished = [sample for sample in self.running if sample.finish_reason is not None]
         if finished:
-            if self._drafter is not None:
-                self._drafter.note_ended(finished, self.running)
             self.running = [sample for sample in self.running if sample.finish_reason is None]
             self._executor.forget(finished)
             self._finished += finished
+            if self._drafter is not None:
+                self._drafter.end(finished)
             for sample in finished:
                 self._lengths.note(sample.handle, sample.length - sample.prompt.length)
                 if sample.prompt.request.comes_back and sample.finish_reason == "stop":
