@@ -3,7 +3,7 @@ beside vLLM and transformers.
 
     python -m benchmarks.end_to_end native --precision fp8 [--cases 2k,8k] [--recompute mlp]
                                            [--tokens 16384] [--offload-moments]
-                                           [--reference resident] --out DIR
+                                           [--reference resident] [--speculation N] --out DIR
     python -m benchmarks.end_to_end rollout-vllm [--cases 2k,8k] --out DIR   # needs vLLM
     python -m benchmarks.end_to_end train-transformers [--cases 2k,8k] [--sequences 32] --out DIR
     python -m benchmarks.end_to_end table DIR
@@ -48,6 +48,7 @@ def make_commands() -> Commands:
     native_command.add_argument("--recompute", choices=get_args(Recompute), default="mlp")
     native_command.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
     native_command.add_argument("--offload-moments", action="store_true")
+    native_command.add_argument("--speculation", type=int, help="guesses behind a sequence")
     native_command.add_argument(
         "--reference", choices=("none", "resident", "offload"), default="none"
     )
@@ -75,7 +76,7 @@ def native(arguments: argparse.Namespace) -> None:
         "offload_moments": arguments.offload_moments,
     }
     case = arguments.precision, arguments.shape, arguments.cases
-    run_native(*case, keys, arguments.out, arguments.reference)
+    run_native(*case, keys, arguments.out, arguments.reference, arguments.speculation)
 
 
 def rollout_vllm(arguments: argparse.Namespace) -> None:
@@ -122,11 +123,8 @@ def make_lines(rows: list[Row]) -> list[Row]:
     Of repeated measurements the last one counts; a ratio is None where a card has nothing to
     compare with.
     """
-    latest = {
-        (row["shape"], row["case"], row["card"]["uuid"], row["engine"], row["mode"]): row
-        for row in rows
-    }
-    lines = _joined([row | {"name": _name(row)} for row in latest.values()])
+    latest = {(*_place(row), _name(row)): row for row in rows}
+    lines = _joined([row | {"name": name} for (*_, name), row in latest.items()])
     return sorted((line | _ratios(line, lines) for line in lines), key=_order)
 
 
@@ -172,11 +170,10 @@ def training_seconds(line: Row) -> float:
 
 
 def _name(row: Row) -> str:
-    return (
-        f"isobit `{row['mode']}`"
-        if row["engine"] == "native"
-        else f"{row['engine']} BF16, {row['part']} alone{_scaled(row)}"
-    )
+    if row["engine"] != "native":
+        return f"{row['engine']} BF16, {row['part']} alone{_scaled(row)}"
+    guesses = row.get("speculation")
+    return f"isobit `{row['mode']}`" + ("" if guesses is None else f", speculation {guesses}")
 
 
 def _scaled(row: Row) -> str:

@@ -104,16 +104,19 @@ def run_native(
     settings: dict[str, Any],
     out: Path,
     reference: ReferencePlace = "none",
+    speculation: int | None = None,
 ) -> None:
     """One timed step of each case; ``settings`` are keys of ``training`` beside those that the
-    benchmark fixes.
+    benchmark fixes, and ``speculation`` is that of ``rollout``.
     """
     writer = RowWriter(out, "native", mode, shape, measure_card(), native_versions())
     longest = max(STEP_CASES[name].length for name in names)
-    loop = Loop(mode, model_shape(shape), settings, longest, reference=reference)
+    rollout = ROLLOUT.model_copy(update={"speculation": speculation})
+    loop = Loop(mode, model_shape(shape), settings, longest, reference=reference, rollout=rollout)
     for name in names:
         row = measured(lambda name=name: loop.time(STEP_CASES[name]))
-        writer.write(kind="rl", part="whole", case=name, reference=reference, **settings, **row)
+        told = {"kind": "rl", "part": "whole", "case": name, "reference": reference}
+        writer.write(**told, speculation=speculation, **settings, **row)
 
 
 def requests_of(case: StepCase, vocab_size: int, visit: int) -> list[Request]:
@@ -133,6 +136,7 @@ class Loop:
         device: str = "cuda",
         reference: ReferencePlace = "none",
         world: World = ALONE,
+        rollout: RolloutConfig = ROLLOUT,
     ) -> None:
         precision = precision_of(mode)
         flow, offload = build_flow(precision, decoder_shape(shape)), reference == "offload"
@@ -140,7 +144,7 @@ class Loop:
         training = TrainingConfig.model_validate(
             {"moments": "bf16", "learning_rate": LEARNING_RATE, **settings}
         )
-        rollout, plan = ROLLOUT, None
+        plan = None
         if device != "cpu":
             planner = replace(card_planner(shape, mode), processes=world.size)
             if reference != "none":

@@ -56,6 +56,7 @@ def make_commands() -> Commands:
     ours.add_argument(
         "--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that share one engine"
     )
+    ours.add_argument("--speculation", type=int, help="guesses behind a sequence")
     theirs = commands.add("vllm", peer)
     theirs.add_argument(
         "--log-probs",
@@ -91,7 +92,7 @@ def native(arguments: argparse.Namespace) -> None:
     if arguments.tensor_parallel > 1:
         run_shared(*case, arguments.tensor_parallel)
     else:
-        run_native(*case)
+        run_native(*case, arguments.speculation)
 
 
 def steps(arguments: argparse.Namespace) -> None:

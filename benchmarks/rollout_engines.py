@@ -49,13 +49,20 @@ from isobit.rollout.native import NativeEngine
 from isobit.util.errors import ConfigError
 
 
-def run_native(mode: str, shape: str, cases: Sequence[str], out: Path, started_at: float) -> None:
+def run_native(
+    mode: str,
+    shape: str,
+    cases: Sequence[str],
+    out: Path,
+    started_at: float,
+    speculation: int | None = None,
+) -> None:
     """Time each case once, after a run of the same prompts with a few new tokens; ``started_at`` is
-    when the process began.
+    when the process began, and ``speculation`` that of ``rollout``.
     """
     card, started_at = _card(started_at)
     writer = RowWriter(out, "native", mode, shape, card, native_versions())
-    time_cases(mode, shape, cases, writer, started_at, ALONE)
+    time_cases(mode, shape, cases, writer, started_at, ALONE, speculation)
 
 
 def run_shared(
@@ -83,8 +90,9 @@ def time_cases(
     writer: RowWriter | None,
     started_at: float,
     world: World,
+    speculation: int | None = None,
 ) -> None:
-    policy, engine = start(mode, shape, world)
+    policy, engine = start(mode, shape, world, speculation)
     startup = perf_counter() - started_at
     if writer is not None:
         print(f"first token {startup:.1f} s after the start of the process", flush=True)
@@ -101,6 +109,7 @@ def time_cases(
         writer.write(
             case=name,
             log_probs=True,
+            speculation=speculation,
             seconds=seconds,
             tokens_per_s=case.counted_tokens / seconds,
             startup_s=startup,
@@ -138,7 +147,9 @@ def run_steps(modes: Sequence[str], shape: str, counts: Sequence[int], out: Path
         torch.cuda.empty_cache()
 
 
-def start(mode: str, shape: str, world: World = ALONE) -> tuple[SampledPolicy, NativeEngine]:
+def start(
+    mode: str, shape: str, world: World = ALONE, speculation: int | None = None
+) -> tuple[SampledPolicy, NativeEngine]:
     """Random weights made on the card, or this rank's share of them, an engine over them, and its
     first token.
     """
@@ -151,7 +162,7 @@ def start(mode: str, shape: str, world: World = ALONE) -> tuple[SampledPolicy, N
         else PolicyShare(config, precision, masters, world, device)
     )
     rollout = RolloutConfig(
-        max_sequences=MAX_SEQUENCES, max_batched_tokens=16384, kv_memory_gib=None
+        max_sequences=MAX_SEQUENCES, max_batched_tokens=16384, speculation=speculation
     )
     engine = NativeEngine(policy, rollout, None, seed=0)
     seconds_to_complete(engine, rollout_prompts(RolloutCase(1, 16, 1), policy.config.vocab_size), 1)

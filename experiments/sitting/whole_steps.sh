@@ -9,11 +9,12 @@
 . experiments/sitting/environment.sh
 cd $TREE || exit 1; export CUDA_MPS_PIPE_DIRECTORY=/tmp/none; out=/tmp/whole/rows; mkdir -p $out
 run() { name=$1; shift; timeout ${LIMIT:-300} python3 -m "$@" > $out/$name.jsonl 2> $out/$name.log; status=$?; since "$name: $status"; return $status; }
-# Fewer tokens a micro-batch where more do not fit: the row says so.
+# PRECISION CASE RECOMPUTE TOKENS: fewer tokens a micro-batch where more do not fit; the row says so.
 steps() {
-  for tokens in $3; do
-    run native-$1-$tokens benchmarks.end_to_end native --precision int8 --cases $1 --recompute $2 --tokens $tokens --out $out/steps &&
-      ! tail -n 1 $out/steps/native-int8-*.jsonl | grep -q '"error"' && break
+  precision=$1 case=$2 recompute=$3 several=$4; shift 4
+  for tokens in $several; do
+    run native-$precision-$case-$tokens-${2:-default} benchmarks.end_to_end native --precision $precision --cases $case --recompute $recompute \
+      --tokens $tokens --out $out/steps "$@" && ! tail -n 1 $out/steps/native-$precision-*.jsonl | grep -q '"error"' && break
   done
 }
 tests() {  # BACK_END LIMIT FILES
@@ -33,14 +34,17 @@ wait "${shared[@]}"
 [ -e /tmp/vllm/whole ] && python3 -m pip install -q --no-index --no-deps --target /tmp/vllm/site /tmp/vllm/whl/*.whl
 [ -e /tmp/vllm/whole ] && tar xJf /tmp/vllm/vllm_py.tar.xz -C /tmp/vllm/site && cat /tmp/vllm/vllm_C.tar.xz.* | tar xJf - -C /tmp/vllm/site/vllm; since "vLLM: $?"
 run prewarm benchmarks.prewarm
-steps 2k none "4608"
-steps 8k mlp "16896 8448"
+steps int8 2k none "4608"
+steps fp8 2k none "6912 4608"
+steps int8 8k mlp "16896 8448" --speculation 0
+steps fp8 8k mlp "16896 8448"
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_DEEP_GEMM_WARMUP=skip
-[ -e /tmp/vllm/whole ] && PYTHONPATH=$PYTHONPATH:/tmp/vllm/site LIMIT=480 run vllm benchmarks.end_to_end rollout-vllm --out $out/steps
-LIMIT=420 run transformers benchmarks.end_to_end train-transformers --sequences 32 --out $out/steps
+[ -e /tmp/vllm/whole ] && PYTHONPATH=$PYTHONPATH:/tmp/vllm/site LIMIT=480 run vllm benchmarks.end_to_end rollout-vllm --cases 2k --out $out/steps
+LIMIT=420 run transformers benchmarks.end_to_end train-transformers --cases 2k --sequences 32 --out $out/steps
 python3 -m benchmarks.end_to_end table $out/steps
 for size in 27m 108m; do for task in multiply gsm; do guesses $size $task; done; done
 LIMIT=200 run ragged benchmarks.rollout native --precision int8 --cases ragged --out $out/native
+LIMIT=200 run ragged-alone benchmarks.rollout native --precision int8 --cases ragged --speculation 0 --out $out/native
 for size in 27m 108m; do run verify-$size isobit.cli.main verify $PROOF/start-$size/model --back_end hopper; tail -n 2 $out/verify-$size.jsonl; done
 tests hopper 500 "$(named attention int8 kv_cache attention_backward qkv delta_rule)"
 touch /tmp/queue.ended
