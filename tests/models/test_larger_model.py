@@ -9,16 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers  # whose models take three seconds to import, where they are used
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForImageTextToText,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3_5MoeConfig,
-    Qwen3_5MoeForConditionalGeneration,
-)
 
 from isobit.config.lora import LORA_TARGETS
 from isobit.config.precision import PrecisionConfig
@@ -58,8 +50,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text |= {"head_dim": 64, "sliding_window": 8, "layer_types": PATTERN, "initializer_range": 0.1}
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 32, "patch_size": 8}
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    model = Gemma3ForConditionalGeneration(config)
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.0)
@@ -70,7 +64,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def theirs(folder: Path, adapters: Path | None = None) -> torch.Tensor:
-    model = AutoModelForImageTextToText.from_pretrained(folder, local_files_only=True).float()
+    model = transformers.AutoModelForImageTextToText.from_pretrained(
+        folder, local_files_only=True
+    ).float()
     if adapters is not None:
         from peft import PeftModel  # whose import takes seconds
 
@@ -134,14 +130,14 @@ def qwen(folder: Path, has_experts: bool) -> Path:
     text |= {"mtp_num_hidden_layers": 1, "rope_parameters": SECTIONS}
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
     vision |= {"out_hidden_size": 128, "patch_size": 4, "num_position_embeddings": 16}
-    model: Any = Qwen3_5ForConditionalGeneration
-    config: Any = Qwen3_5Config(text_config=text, vision_config=vision)
+    model: Any = transformers.Qwen3_5ForConditionalGeneration
+    config: Any = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
     if has_experts:
         text |= {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
         del text["intermediate_size"]
         text |= {"shared_expert_intermediate_size": 56}
-        model = Qwen3_5MoeForConditionalGeneration
-        config = Qwen3_5MoeConfig(text_config=text, vision_config=vision)
+        model = transformers.Qwen3_5MoeForConditionalGeneration
+        config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=vision)
     model(config).bfloat16().save_pretrained(folder)
     return folder
 

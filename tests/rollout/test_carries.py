@@ -256,12 +256,13 @@ def test_guesses_over_the_end_of_a_chunk_draw_what_is_drawn_without(
 @pytest.mark.few(1)
 @both_executors
 @pytest.mark.parametrize("preset", ["bf16", "int8"])
-def test_turns_go_on_from_what_they_carried(preset: Preset, pipelined: bool) -> None:
+@pytest.mark.parametrize("prompts", [4, 7])
+def test_turns_go_on_from_what_they_carried(prompts: int, preset: Preset, pipelined: bool) -> None:
     """Tools say up to 40 tokens between turns, over the ends of chunks."""
     stops = tuple(range(0, VOCABULARY, 4))
     wanted = [
         replace(one, sampling=replace(one.sampling, max_new_tokens=60, stop_token_ids=stops))
-        for one in around_chunks()
+        for one in around_chunks()[:prompts]
     ]
     made = dict[str, Any]()
     for name, carries, parks in (("kept", 30, True), ("few", 8, True), ("again", 30, False)):

@@ -78,12 +78,13 @@ def open_samples(root: Path, step: int) -> list[Any]:
 def test_without_staleness_it_is_the_synchronous_run(
     name: str, free_acting: MakeConfig, tmp_path: Path
 ) -> None:
-    synchronous = free_acting(None, name, output=tmp_path / "synchronous")
+    three: dict[str, Any] = {"training": {"steps": 3, "learning_rate": 1e-2}}
+    synchronous = free_acting(None, name, output=tmp_path / "synchronous", **three)
     train(synchronous, silent())
-    config = free_acting(0, name, output=tmp_path / "free")
+    config = free_acting(0, name, output=tmp_path / "free", **three)
     train(config, silent())
     assert left_with_answers(config.output) == left_with_answers(synchronous.output)
-    assert [line["drawn"] for line in schedule_of(config.output)] == [[]] * STEPS
+    assert [line["drawn"] for line in schedule_of(config.output)] == [[]] * 3
 
 
 def test_episodes_go_on_with_other_weights_and_are_replayed(

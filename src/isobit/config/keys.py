@@ -202,10 +202,14 @@ def is_key(path: str, model: type[BaseModel]) -> bool:
     return any(
         (len(known) >= len(parts) or "table" in kind)
         and all(name in ("NAME", part) for name, part in zip(known, parts, strict=False))
-        for known, kind in (
-            (ours.path.replace("[]", "").split("."), ours.kind) for ours in all_keys(model)
-        )
+        for known, kind in _names_of_keys(model)
     )
+
+
+@cache
+def _names_of_keys(model: type[BaseModel]) -> list[tuple[list[str], str]]:
+    """The names on the way to each key, and its kind."""
+    return [(ours.path.replace("[]", "").split("."), ours.kind) for ours in all_keys(model)]
 
 
 def _below(annotation: Any, models: list[type[BaseModel]], part: str | int) -> Any:

@@ -63,15 +63,15 @@ def test_backward_and_experts(what: str, tmp_path: Path) -> None:
 
 
 def test_a_model(tmp_path: Path) -> None:
-    run_interpreted("tests.kernels.triton.interpreted_model:bf16", tmp_path)
+    run_interpreted("tests.kernels.triton.interpreted_model:quick", tmp_path)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "what",
     [
-        "int8", "fp8", "adapters", "phi", "gemma", "gpt_oss", "gpt_oss_in_fp8", "experts_in_int8",
-        "experts_in_fp8", "hybrid", "hybrid_with_experts", "hybrid_over_a_chunk", "hybrid_guesses",
+        "bf16", "int8", "fp8", "adapters", "phi", "gemma", "gpt_oss", "gpt_oss_in_fp8",
+        "experts_in_int8", "experts_in_fp8", "hybrid", "hybrid_with_experts", "hybrid_over_a_chunk", "hybrid_guesses",
         "adapters_of_a_shared_expert",
     ],
 )  # fmt: skip
