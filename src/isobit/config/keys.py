@@ -202,14 +202,19 @@ def is_key(path: str, model: type[BaseModel]) -> bool:
     return any(
         (len(known) >= len(parts) or "table" in kind)
         and all(name in ("NAME", part) for name, part in zip(known, parts, strict=False))
-        for known, kind in _names_of_keys(model)
+        for known, kind in _keys_by_table(model).get(parts[0], ())
     )
 
 
 @cache
-def _names_of_keys(model: type[BaseModel]) -> list[tuple[list[str], str]]:
-    """The names on the way to each key, and its kind."""
-    return [(ours.path.replace("[]", "").split("."), ours.kind) for ours in all_keys(model)]
+def _keys_by_table(model: type[BaseModel]) -> dict[str, list[tuple[list[str], str]]]:
+    """The names on the way to each key, and its kind, by the first name."""
+    found: dict[str, list[tuple[list[str], str]]] = {}
+    for key in all_keys(model):
+        names = key.path.replace("[]", "").split(".")
+        found.setdefault(names[0], []).append((names, key.kind))
+    assert "NAME" not in found
+    return found
 
 
 def _below(annotation: Any, models: list[type[BaseModel]], part: str | int) -> Any:

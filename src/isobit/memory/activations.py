@@ -209,6 +209,7 @@ def published_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> in
     return rope + head + master_bytes(shape, flow, sizes)
 
 
+@cache
 def shared_bytes(
     shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes, rollout_tp: int
 ) -> tuple[int, int, int]:

@@ -71,8 +71,8 @@ def test_a_model(tmp_path: Path) -> None:
     "what",
     [
         "bf16", "int8", "fp8", "adapters", "phi", "gemma", "gpt_oss", "gpt_oss_in_fp8",
-        "experts_in_int8", "experts_in_fp8", "hybrid", "hybrid_with_experts", "hybrid_over_a_chunk", "hybrid_guesses",
-        "adapters_of_a_shared_expert",
+        "experts_in_int8", "experts_in_fp8", "hybrid", "hybrid_with_experts",
+        "hybrid_over_a_chunk", "hybrid_guesses", "adapters_of_a_shared_expert",
     ],
 )  # fmt: skip
 def test_models(what: str, tmp_path: Path) -> None:
