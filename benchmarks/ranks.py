@@ -37,6 +37,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.shapes import model_shape
 from isobit.parallel.exchanges import Exchanges
+from isobit.parallel.parts import Parts
 from isobit.parallel.processes import Processes
 from isobit.parallel.world import World
 from isobit.records.text import Group
@@ -44,7 +45,7 @@ from isobit.records.wire import groups_of, groups_value
 from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Request
-from isobit.run.rollouters import Rollouters
+from isobit.run.rollouters import Question, Rollouters
 from isobit.training.supervised import SupervisedObjective
 from isobit.training.trainer import Trainer
 
@@ -259,7 +260,7 @@ STEPS = 3
 def run_split(sitting: Sitting, case: StepCase, settings: dict[str, Any]) -> None:
     """A row: the median of three steps, and each one's seconds."""
     assert sitting.world.size == 2, "one rank trains and one samples"
-    rollouters, config = Rollouters(sitting.world, rollouters=1), model_shape(sitting.shape)
+    rollouters, config = Rollouters(Parts(sitting.world, 1)), model_shape(sitting.shape)
     mode, device = sitting.mode, sitting.device
     row: Row = {}
     with rollouters.errors_shared():
@@ -281,7 +282,7 @@ def train(rollouters: Rollouters, loop: Loop, case: StepCase) -> Row:
         StepCase(1, case.sequences, case.length - WARM_UP_TOKENS, WARM_UP_TOKENS),
     ):
         _begin(rollouters, loop, warm_up)
-        rollouters.receive()
+        rollouters.receive(loop.policy)
     _begin(rollouters, loop, case)
     batch, _ = _finished(rollouters, loop, case)
     _begin(rollouters, loop, case)
@@ -326,12 +327,12 @@ def _sampled(engine: NativeEngine, requests: list[Request], random: Random) -> d
 
 def _begin(rollouters: Rollouters, loop: Loop, case: StepCase) -> None:
     sizes = case.prompts, case.samples, case.prompt_tokens, case.new_tokens
-    rollouters.ask(loop.policy, {"case": sizes})
+    rollouters.ask(loop.policy, Question({"case": sizes}))
 
 
 def _finished(rollouters: Rollouters, loop: Loop, case: StepCase) -> tuple[list[Group], float]:
     """The batch, drawn by weights of before, and the seconds that it took."""
-    value: Mapping[str, Any] = rollouters.receive()
+    value: Mapping[str, Any] = rollouters.receive(loop.policy)
     requests = requests_of(case, loop.policy.config.vocab_size, 0)
     prompts = {request.prompt.id: request.prompt for request in requests}
     return groups_of(value["batch"], prompts.__getitem__, fresh=False), value["seconds"]

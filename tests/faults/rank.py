@@ -1,5 +1,6 @@
 """A rank of ``isobit train`` that meets its end: ``python rank.py PLACE CALL SIGNAL train ..``: in
-the given call of what the place names, rank 1 sends itself the signal.
+the given call of what the place names, rank 1, or the one that the variable VICTIM names, sends
+itself the signal; from the places of rank 0, that one sends it.
 
 Of ``PLACE,PLACE`` with ``CALL,CALL`` each start meets the next, and those after the last none; how
 many have begun is the size of the file ``STARTS``.
@@ -12,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from isobit.cli.main import main
+from isobit.models.policy import Policy
+from isobit.models.published import PublishedWeights
 from isobit.rollout.native import NativeEngine
+from isobit.run import loop, rollouter_process
 from isobit.run.grading import RecordedGrading
+from isobit.run.rl_run import RlRun
 from isobit.run.rollouters import Rollouters
 from isobit.training.trainer import Trainer
 
@@ -22,38 +27,61 @@ PLACES: dict[str, tuple[Any, str]] = {
     "grading": (RecordedGrading, "__call__"),
     "training": (Trainer, "_step"),
     "idle": (Rollouters, "wait"),
+    "loading": (rollouter_process, "prepare_rl"),
+    "weights": (Policy, "pass_on"),
+    "rows": (PublishedWeights, "gather"),
+    "evaluation": (RlRun, "evaluate_now"),
+    "comparing": (rollouter_process, "compared"),
+    "opening": (rollouter_process, "compared_sequences"),
+}
+OF_TRAINER: dict[str, tuple[Any, str]] = {
+    "learning": (loop, "learn"),
+    "learnt": (loop, "state_digest"),
+    "end": (loop.OpenRun, "save_model"),
 }
 
 
-def meet(place: str, call: int, signal: int) -> None:
-    """Count the calls, and send the signal in one."""
-    owner, name = PLACES[place]
+def meet(at: tuple[Any, str], call: int, strike: Callable[[], None]) -> None:
+    """Count the calls, and strike in one."""
+    owner, name = at
     function: Callable[..., Any] = getattr(owner, name)
     calls = 0
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == call:
-            os.kill(os.getpid(), signal)
-        return function(*arguments)
+            strike()
+        return function(*arguments, **options)
 
     setattr(owner, name, counted)
 
 
-def begun() -> int:
+def begun(process: int) -> int:
     """Starts before this one."""
     starts = os.environ.get("STARTS")
     if starts is None:
         return 0
+    Path(f"{starts}.process").write_text(str(process))
     with Path(starts).open("ab") as file:
         file.write(b".")
         return file.tell() - 1
 
 
+def kill_victim(number: int) -> None:
+    """By another rank."""
+    os.kill(int(Path(f"{os.environ['STARTS']}.process").read_text()), number)
+
+
 if __name__ == "__main__":
-    if os.environ["RANK"] == "1":
-        ends = list(zip(sys.argv[1].split(","), sys.argv[2].split(","), strict=True))
-        for place, call in ends[begun() :][:1]:
-            meet(place, int(call), int(sys.argv[3]))
+    ends = list(zip(sys.argv[1].split(","), map(int, sys.argv[2].split(",")), strict=True))
+    number = int(sys.argv[3])
+    if os.environ["RANK"] == os.environ.get("VICTIM", "1"):
+        for place, call in ends[begun(os.getpid()) :][:1]:
+            if place in PLACES:
+                meet(PLACES[place], call, lambda: os.kill(os.getpid(), number))
+    if os.environ["RANK"] == "0":
+        for place, call in ends:
+            if place in OF_TRAINER:
+                meet(OF_TRAINER[place], call, lambda: kill_victim(number))
     sys.exit(main(sys.argv[4:]))

@@ -191,9 +191,15 @@ ROWS: dict[int, Row] = {
     15: Row(
         "a rollout process is killed, idle or while it serves",
         "found at the next look (ours: a tenth of a second, the watch: one second), named with its "
-        "phase; all end and are started again (cluster.restarts, torchrun's --max-restarts), its "
-        "requests are drawn anew with the same seeds and graded once: the same bytes",
+        "phase; our launcher starts the rollouters again and the trainers go on, others start all "
+        "again (torchrun's --max-restarts); its requests are drawn anew with the same seeds and "
+        "graded once: the same bytes",
         (
+            "faults/test_restarts.py::test_rollouters_die_and_the_trainers_go_on",
+            "faults/test_restarts.py::"
+            "test_rollouters_that_draw_freely_die_and_each_trajectory_counts_once",
+            "launch/test_rollouter_restarts.py::"
+            "test_all_rollouters_are_started_again_where_one_was_killed",
             "faults/test_restarts.py::test_our_launcher",
             "faults/test_restarts.py::test_torchrun",
             "launch/test_ranks.py::"
@@ -214,6 +220,10 @@ ROWS: dict[int, Row] = {
         (
             "launch/test_local.py::test_it_is_resumed_as_often_as_is_allowed",
             "launch/test_local.py::test_what_would_happen_again_is_not_tried_again",
+            "faults/test_restarts.py::"
+            "test_rollouters_that_die_before_they_answer_end_the_run_at_the_third_time",
+            "launch/test_rollouter_restarts.py::"
+            "test_the_third_death_without_an_answer_ends_the_run",
         ),
     ),
     17: Row(
@@ -221,6 +231,7 @@ ROWS: dict[int, Row] = {
         "found by the watch, named with its phase, ended",
         (
             "launch/test_own_rank.py::test_what_never_ends_is_ended",
+            "faults/test_restarts.py::test_a_rollouter_that_hangs_is_ended_and_comes_back",
             "faults/test_rank_deaths.py::"
             "test_rank_1_dies_in_phases_and_hangs_and_one_process_ends_the_run",
         ),

@@ -149,7 +149,7 @@ def test_a_trainer_and_its_rollouter_die_and_come_back_together(
             attempt, who = Attempt(stage, recipe, output), rng.choice(stage.victims)
             was_killed = attempt.kill(who, rng, aim_at_writing=rng.random() < 0.5)
             attempt.check_repeated()
-            deaths += [who] * was_killed
+            deaths += [who] * (was_killed or attempt.went_on)
         if was_killed:
             attempt = Attempt(stage, recipe, output)
             attempt.finish()

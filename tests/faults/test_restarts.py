@@ -1,7 +1,7 @@
-"""A rollouter is killed, while it waits for the trainers and while it serves: the run is started
-again by whoever has started it, without a hand, as often as is allowed; what the dead one was
-drawing is drawn again with the same seeds, and graded once: the bytes are those of a run that
-nothing happened to.
+"""A rollouter is killed, while it waits for the trainers and while it serves.  Under our launcher
+rollouters come back and the trainers go on; where none does so, the run is started again without a
+hand, as often as is allowed.  What the dead one was drawing is drawn again with the same seeds, and
+graded once: the bytes are those of a run that nothing happened to.
 """
 
 import json
@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import tomli_w
 
+from isobit.commands.replay import replay
 from isobit.config.recipes import RunConfig
 from isobit.launch.local import launch, with_restarts
 from isobit.run.loop import train
 from tests.faults.test_rank_deaths import without_the_machine
 from tests.forked import called
 from tests.forked_ranks import forked
+from tests.tiny import json_lines
 from tests.worlds import free_port
 
 PROGRAM = str(Path(__file__).with_name("rank.py"))
@@ -70,6 +72,164 @@ def check(
     lines = [json.loads(line) for line in (root / "rewards.jsonl").read_text().splitlines()]
     asked = [json.dumps(line["prompts"]) for line in lines]
     assert len(asked) == 6 + 3, "each batch and each evaluation was graded once"
+
+
+def run_once(words: list[str], size: int, rollouters: int) -> None:
+    """Under our launcher, in a process of its own, which starts no run again."""
+    launch(words, size, threads=1, rollouters=rollouters)
+
+
+MOMENTS: dict[str, dict[str, int]] = {
+    "while they load, and again": {"loading": 1, "idle": 1},
+    "while trainers wait for the batch": {"rollout": 20},
+    "while trainers learn": {"learning": 3},
+    "when they have learnt": {"learnt": 2},
+    "while weights are passed on": {"rows": 3},
+    "in an evaluation": {"evaluation": 2},
+    "three times in a row, with an answer between": {"rollout": 20, "idle": 3, "comparing": 2},
+    "when all is done": {"end": 1},
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(("size", "rollouters"), [(2, 1), (3, 1), (3, 2)], ids=str)
+def test_rollouters_die_and_the_trainers_go_on(
+    moment: str,
+    size: int,
+    rollouters: int,
+    command: Callable[[dict[str, int]], list[str]],
+    tmp_path: Path,
+    expected_ahead: Callable[..., dict[str, Any]],
+    outcome: Callable[[Path], dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One is killed; its part of the run comes back, however many ranks either part has."""
+    monkeypatch.setenv("VICTIM", str(size - rollouters))
+    words, log = command(MOMENTS[moment]), tmp_path / "log"
+    words += ["--cluster.rollouters", str(rollouters)]
+    code, said = ended(words, log, size, rollouters)
+    assert code == 0, said
+    deaths = said.count("the rollouters are started again")
+    assert said.count("was killed by SIGKILL") == deaths
+    if "end" not in MOMENTS[moment]:  # there they come back unless trainers say first that all ends
+        assert deaths == len(MOMENTS[moment])
+    check(tmp_path / "run", expected_ahead(outcome), outcome, starts=deaths + 1)
+
+
+@pytest.mark.exhaustive
+def test_rollouters_of_adapters_come_back_after_trainers_have_learnt(
+    values: dict[str, Any],
+    command: Callable[[dict[str, int]], list[str]],
+    tmp_path: Path,
+    outcome: Callable[[Path], dict[str, Any]],
+) -> None:
+    """They are sent the adapters and scales a tensor of their question, not those of now."""
+    more = {"lora": {"rank": 4}, "precision": {"preset": "fp8", "kv_scales": "per_tensor"}}
+    words = command({"learnt": 3})
+    recipe = tmp_path / "recipe.toml"
+    whole = {**values, **more, "async": {"lag": 1}}
+    recipe.write_text(tomli_w.dumps({**whole, "output": str(tmp_path / "run")}), encoding="utf-8")
+    train(RunConfig.model_validate({**whole, "output": tmp_path / "whole"}))
+    words += ["--cluster.rollouters", "1"]
+    code, said = ended(words, tmp_path / "log")
+    assert code == 0, said
+    check(tmp_path / "run", without_the_machine(outcome(tmp_path / "whole")), outcome, starts=2)
+
+
+def ended(
+    words: list[str], log: Path, size: int = 2, rollouters: int = 1
+) -> tuple[int | None, str]:
+    """The exit code of the launcher, and what was said."""
+    launcher = called("tests.faults.test_restarts:run_once", log, words, size, rollouters)
+    launcher.join()
+    return launcher.exitcode, log.read_text()
+
+
+def test_rollouters_that_die_before_they_answer_end_the_run_at_the_third_time(
+    command: Callable[[dict[str, int]], list[str]], tmp_path: Path
+) -> None:
+    code, said = ended(command({"loading": 1, "idle": 1, "weights": 1}), tmp_path / "log")
+    assert code != 0
+    assert said.count("the rollouters are started again") == 2
+    assert "rank 1 is not started again, since its part of the run has died 3 times" in said
+    assert "RankError: rank 1 (" in said
+    assert "was killed by SIGKILL" in said.partition("RankError: ")[2]
+
+
+def test_an_error_of_a_rollouter_and_the_death_of_a_trainer_end_the_run(
+    command: Callable[[dict[str, int]], list[str]],
+    hook: Callable[[str], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = command({"training": 3})
+    monkeypatch.setenv("VICTIM", "0")
+    code, said = ended(words, tmp_path / "log")
+    assert code != 0
+    assert "RankError: rank 0 (" in said
+    monkeypatch.setenv("VICTIM", "none")
+    hook("raise ValueError")
+    code, failed = ended([*words, "--resume"], tmp_path / "log")
+    assert code != 0
+    assert "RankError: " in failed
+    assert "rewards" in failed.partition("RankError: ")[2]
+    assert "are started again" not in said + failed
+
+
+@pytest.mark.exhaustive
+def test_a_rollouter_that_hangs_is_ended_and_comes_back(
+    command: Callable[[dict[str, int]], list[str]],
+    tmp_path: Path,
+    expected_ahead: Callable[..., dict[str, Any]],
+    outcome: Callable[[Path], dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ISOBIT_SILENCE_S", "6")
+    words = command({"rollout": 20})
+    words[3] = str(int(signal.SIGSTOP))
+    code, said = ended(words, tmp_path / "log")
+    assert code == 0, said
+    assert said.count("isobit: rank 1 (") == said.count("has been silent in ") == 1
+    check(tmp_path / "run", expected_ahead(outcome), outcome, starts=2)
+
+
+FREELY: dict[str, dict[str, int]] = {
+    "while a batch is drawn": {"rollout": 20},
+    "while trainers learn": {"learning": 3},
+    "when they have learnt, and as it is drawn again": {"learnt": 2, "rollout": 1},
+    "while they compare": {"opening": 3},
+    "in an evaluation": {"evaluation": 2},
+    "while weights are passed on": {"rows": 3},
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("moment", FREELY)
+@pytest.mark.parametrize(("size", "rollouters"), [(2, 1), (3, 2)], ids=str)
+def test_rollouters_that_draw_freely_die_and_each_trajectory_counts_once(
+    moment: str,
+    size: int,
+    rollouters: int,
+    command: Callable[[dict[str, int]], list[str]],
+    tmp_path: Path,
+) -> None:
+    """What is left is one run, which is repeated to the last bit."""
+    words, log, root = command(FREELY[moment]), tmp_path / "log", tmp_path / "run"
+    words += ["--cluster.rollouters", str(rollouters), "--async.lag", "0"]
+    words += ["--async.max_staleness", "2"]
+    code, said = ended(words, log, size, rollouters)
+    assert code == 0, said
+    assert said.count("the rollouters are started again") == len(FREELY[moment])
+    lines = json_lines(root / "schedule.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    learnt = [name for line in lines for name in line["learns"]]
+    assert len({tuple(name) for name in learnt}) == len(learnt) == 6 * 4
+    graded = [line["prompts"] for line in json_lines(root / "rewards.jsonl")]
+    assert [name for names in graded if names[0][0].startswith("train") for name in names] == learnt
+    metrics = [line for line in json_lines(root / "metrics.jsonl") if "loss" in line]
+    assert sum(line["log_prob_diff/tokens_differing"] for line in metrics) == 0
+    assert replay(root, say=lambda _: None).differences == []
 
 
 def start_again(words: list[str], restarts: int) -> None:

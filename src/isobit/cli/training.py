@@ -328,6 +328,6 @@ def _launch(command: str, config: Recipe, arguments: Sequence[str]) -> None:
             fewest = cluster.rollout_tp if again else cluster.processes
             launch_on_ray(words, cluster.processes, config.threads, config.device, fewest)
         else:
-            launch(words, cluster.processes, config.threads)
+            launch(words, cluster.processes, config.threads, rollouters=cluster.rollouters)
 
     with_restarts(start, ["-m", "isobit.cli.main", command, *arguments], cluster.restarts)

@@ -30,7 +30,9 @@ from typing import Any
 
 from isobit.launch.rank_failure import RankFailure
 from isobit.launch.ranks import KILL_S, ORDERLY_S, Rank, RankError, Ranks
+from isobit.launch.rollouter_restarts import RollouterRestarts
 from isobit.parallel.black_box import VARIABLE, BlackBox
+from isobit.parallel.restart_page import RestartPage
 from isobit.util.machine import usable_cores
 from isobit.util.terminal import say
 
@@ -54,7 +56,9 @@ class RankProcess(Rank):
         environment: Mapping[str, str],
         output: Callable[[bytes], None] | None,
         directory: str | None = None,
+        shared: Sequence[int] = (),
     ) -> None:
+        """``shared`` are descriptors that it inherits beside that of its black box."""
         super().__init__(number)
         self._box = BlackBox.made()
         self._started_at = self._seen_at = self._ended_at = time.monotonic()
@@ -67,7 +71,7 @@ class RankProcess(Rank):
             stderr=None if output is None else subprocess.STDOUT,
             bufsize=0,
             process_group=0,
-            pass_fds=(self._box.descriptor,),
+            pass_fds=(self._box.descriptor, *shared),
             cwd=directory,
             env={
                 **environment,
@@ -171,30 +175,49 @@ def launch(
     threads: int | None = None,
     kill_s: float = KILL_S,
     orderly_s: float = ORDERLY_S,
+    rollouters: int = 0,
 ) -> None:
     """``python ARGUMENTS`` in ``size`` processes with ``threads`` CPU threads each (None: the cores
-    are shared out), until all have ended without an error.
+    are shared out), until all have ended without an error.  The last ``rollouters`` of them are
+    started again where one is killed.
 
     Raises RankError with the one reason where one failed, and Interrupted where all stopped on a
     signal; nothing of them runs any more then.
     """
     environment = _environment(size, threads)
+    page = RestartPage.made(rollouters) if rollouters else None
+
+    def start(number: int, of: int = 0) -> RankProcess:
+        place, shared = {**environment, "LOCAL_RANK": str(number)}, list[int]()
+        if page is not None:
+            place |= page.place(of)
+            shared.append(page.descriptor)
+            # a lost rollouter must not end the trainers, and the launcher finds dead trainers
+            place.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        output = None if number == 0 else _only_kept
+        return RankProcess(number, arguments, place, output, shared=shared)
+
     ranks: list[RankProcess] = []
     try:
-        for number in range(size):
-            place = {**environment, "LOCAL_RANK": str(number)}
-            output = None if number == 0 else _only_kept
-            ranks.append(RankProcess(number, arguments, place, output))
-    except BaseException:
-        for rank in ranks:
-            rank.close()
-        raise
+        try:
+            for number in range(size):
+                ranks.append(start(number))
+        except BaseException:
+            for rank in ranks:
+                rank.close()
+            raise
 
-    def hear() -> None:
-        for rank in wait_for_output(ranks, _POLL_S):
-            rank.hear()
+        def hear() -> None:
+            for rank in wait_for_output(ranks, _POLL_S):
+                rank.hear()
 
-    Ranks(ranks, hear).run(kill_s, orderly_s)
+        if page is None:
+            Ranks(ranks, hear).run(kill_s, orderly_s)
+        else:
+            Ranks(ranks, hear, RollouterRestarts(page, ranks, start).look).run(kill_s, orderly_s)
+    finally:
+        if page is not None:
+            page.close()
 
 
 def _only_kept(said: bytes) -> None:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from isobit.parallel.black_box import BlackBox
+from isobit.parallel.restart_page import RestartPage
 from isobit.util.errors import Interrupted, IsobitError, PeerError
 from isobit.util.terminal import say, settle
 
@@ -40,10 +41,11 @@ def as_rank(box: BlackBox | None) -> "Iterator[World]":
     from isobit.parallel.processes import Processes, joined  # with torch, of which a launcher
     from isobit.parallel.watch import Watch  # has no need
 
+    page = RestartPage.inherited()
     world: Processes | None = None
     watch: Watch | None = None
     try:
-        with joined() as whole:
+        with joined(page) as whole:
             assert isinstance(whole, Processes)
             world = whole
             if box is not None:

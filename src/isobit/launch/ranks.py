@@ -43,6 +43,10 @@ class Rank(ABC):
         self.number = number
         self.exit_code: int | None = None
         """Once it has ended; negative: a signal's number."""
+        self.hears_signals = True
+        """Whether signals to the launcher reach it: of one that was started again they do not,
+        since the others tell it when they stop, and it may not answer any yet.
+        """
         self._was_ended = False
 
     @property
@@ -100,6 +104,16 @@ class Rank(ABC):
             self._was_ended = True
             self.send(number)
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal has ended it that did not come from ``end``, and it noted no reason."""
+        has_reason = "error" in self.notes or "fault" in self.notes
+        return (self.exit_code or 0) < 0 and not self._was_ended and not has_reason
+
+    def excuse(self) -> None:
+        """Take its end for one in order: nothing was lost with it."""
+        self.exit_code = 0
+
     def stopped_by(self, number: int) -> bool:
         """Whether that signal is what ended it."""
         return self._was_ended or self.exit_code in (128 + number, -number, PeerError.exit_code)
@@ -110,8 +124,16 @@ class Ranks:
     those that still run.
     """
 
-    def __init__(self, ranks: Sequence[Rank], hear: Callable[[], None]) -> None:
-        self._ranks, self._hear = ranks, hear
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        hear: Callable[[], None],
+        replace: Callable[[bool], None] = lambda is_ending: None,
+    ) -> None:
+        """``replace`` may start ranks again that have ended, in the same sequence; it is told
+        whether the run ends by a signal or by another rank's failure.
+        """
+        self._ranks, self._hear, self._replace = ranks, hear, replace
         self._signal: signal.Signals | None = None
         self._again = 0
         """Ctrl-C, after a first signal."""
@@ -151,8 +173,12 @@ class Ranks:
         """
         asked = False
         ask_at: float | None = None
-        while running := [rank for rank in self._ranks if rank.is_running()]:
+        while any(rank.is_running() for rank in self._ranks):
             self._hear()
+            for rank in self._ranks:
+                rank.is_running()
+            self._replace(asked or self._signal is not None)
+            running = [rank for rank in self._ranks if rank.exit_code is None]
             now = time.monotonic()
             failed = [rank for rank in self._ranks if rank.exit_code]
             if failed and ask_at is None:
@@ -167,6 +193,7 @@ class Ranks:
             if self._kill_at is not None and now >= self._kill_at:
                 for rank in running:
                     rank.end(signal.SIGKILL)
+        self._replace(True)
 
     def _in_order(self, rank: Rank) -> bool:
         """Whether the others, who may still be writing, will end by themselves."""
@@ -220,4 +247,5 @@ class Ranks:
 
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
         for rank in self._ranks:
-            rank.send(number)
+            if rank.hears_signals:
+                rank.send(number)

@@ -243,6 +243,18 @@ class Policy:
             self.kv_scales.restore(world.all_gather(self.kv_scales.state())[0])
         self.version, _ = self.compare(world)
 
+    def passed_rows(self) -> list[torch.Tensor]:
+        """Views of the published rows that this rank sends where it passes weights on."""
+        rank = self.world.rank
+        return [
+            tensor[at[rank] : at[rank + 1]]
+            for tensor, at in self._published.tensors(self.decoder.ownership(self.world.size).cuts)
+        ]
+
+    def complete_rows(self) -> None:
+        """Take those rows of all other ranks of the policy's world, which all call it."""
+        self._published.gather(self.world, self.decoder.ownership(self.world.size).cuts)
+
     def compare(self, world: World) -> tuple[int, int]:
         """Check that all ranks of a world have the same published bytes; -> the version of the
         first one, and the checksum. Raises MismatchError, on all, if they differ.

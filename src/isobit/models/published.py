@@ -227,7 +227,7 @@ class PublishedWeights:
         (``World.all_gather_rows``), and derive what depends on several ranks' rows.
         """
         if world.size > 1:
-            pairs = list(self._tensors(cuts))
+            pairs = list(self.tensors(cuts))
             world.all_gather_rows([tensor for tensor, _ in pairs], [at for _, at in pairs], places)
         if self.slices is not None:
             self.slices.store({name.rpartition(".")[0] for name in cuts})
@@ -240,7 +240,7 @@ class PublishedWeights:
         for those of some masters.
         """
         names = [name for name in self._described if name not in without]
-        tensors = enumerate(self._tensors(dict.fromkeys(names, (0,))))
+        tensors = enumerate(self.tensors(dict.fromkeys(names, (0,))))
         rows = ((str(place), Slice.whole(tensor)) for place, (tensor, _) in tensors)
         if self.slices is None:
             return checksum(rows)
@@ -248,7 +248,7 @@ class PublishedWeights:
         self.slices.forget()
         return found
 
-    def _tensors(
+    def tensors(
         self, cuts: Mapping[str, Sequence[int]]
     ) -> Iterator[tuple[torch.Tensor, Sequence[int]]]:
         """Each published tensor once, and where its rows are cut."""

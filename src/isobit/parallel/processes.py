@@ -8,17 +8,18 @@ lost connection to another rank is a ``PeerError``.
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from itertools import count, pairwise
 from pathlib import Path
 from shutil import disk_usage
 from tempfile import TemporaryDirectory
-from threading import Timer
+from threading import Lock, Thread, Timer
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -33,6 +34,7 @@ from isobit.parallel.exchanges import (
 )
 from isobit.parallel.gather_rows import complete
 from isobit.parallel.launched import is_launched, rank_of_host, restarts, take_place
+from isobit.parallel.restart_page import RestartPage
 from isobit.parallel.world import Alone, Board, Pulse, World, decode, encode, run_and_gather
 from isobit.util.errors import ConfigError, PeerError
 from isobit.util.terminal import gib, say
@@ -43,6 +45,7 @@ _FOR_EVER = timedelta(days=7)
 """The limit of a collective: the watch finds ranks that are silent for too long."""
 WAITED_S = 30.0
 """Seconds after which a line says that other processes are waited for."""
+_LOOK_S = 0.05
 _MEMORY = Path("/dev/shm")  # noqa: S108
 """The folder of files that stay in memory."""
 _worlds = count()  # worlds of a process, each with its own names in the store
@@ -75,25 +78,44 @@ class _StoreBoard:
 class Processes:
     """``World`` on torch.distributed."""
 
-    def __init__(self, store: Store, rank: int, size: int, local_rank: int) -> None:
-        self.rank, self.size, self.local_rank = rank, size, local_rank
-        self.numbers: tuple[int, ...] = tuple(range(size))
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        local_rank: int,
+        page: RestartPage | None = None,
+    ) -> None:
+        """``page`` is that of a launcher which starts the last ranks again.  Those of a later start
+        are a world of their own, and ``store`` is that of the run, as it is of all others.
+        """
+        self.run_size, self.page = size, page
+        first = 0
+        self.run_store = store
+        if page is not None and page.start > 0:
+            first, size = size - page.rollouters, page.rollouters
+            store = PrefixStore(f"rollouters of start {page.start}", store)
+        self.rank, self.size, self.local_rank = rank - first, size, local_rank
+        self.numbers: tuple[int, ...] = tuple(range(first, first + size))
         self.host = socket.gethostname()
         self.pulse = Pulse()
         self._store = store
         self.board: Board = _StoreBoard(PrefixStore("isobit", store))
+        self.meeting: Meeting | None = None
+        """The last that this rank has taken part in."""
+        self.is_whole = True
+        """Whether all its ranks live to the end."""
         self._shared: list[Any] = []  # memory that other ranks write to
-        backend, gpu = "gloo", None
-        if torch.cuda.is_available() and dist.is_nccl_available():
+        gpu = None
+        if _on_gpus():
             # some launchers show each process its own GPU alone
             number = local_rank % torch.cuda.device_count()
             torch.cuda.set_device(number)
             gpu = str(torch.cuda.get_device_properties(number).uuid)
-            backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(
-            backend,
+            _backend(),
             store=PrefixStore("torch", store),
-            rank=rank,
+            rank=self.rank,
             world_size=size,
             timeout=_FOR_EVER,
         )
@@ -114,7 +136,37 @@ class Processes:
             [self.numbers[rank] for rank in mine], timeout=_FOR_EVER, use_local_synchronization=True
         )
         assert isinstance(group, dist.ProcessGroup)
-        return _Part(self, group, mine) if len(mine) > 1 else _Single(self)
+        return _Part(self, group, mine) if len(mine) > 1 else Single(self)
+
+    def meet(self, start: int) -> "Meeting":
+        """All ranks of the run, with the rollouters of a start, in a group of their own.  Raises
+        PeerError where these are lost before they have come.
+        """
+        made, errors = list[Meeting](), list[Exception]()
+
+        def make() -> None:
+            try:
+                made.append(Meeting(self, start))
+            except Exception as error:
+                errors.append(error)
+
+        # a rank that is lost would be waited for: then the thread is left behind, with a
+        # connection of its own
+        thread = Thread(target=make, name="meeting", daemon=True)
+        thread.start()
+        with self.pulse.waiting("a meeting"), _peers():
+            while thread.is_alive():
+                thread.join(_LOOK_S)
+                if self.page is not None and self.page.read("starts") > start and not made:
+                    raise PeerError(None, "the rollouters have started again")
+            if errors:
+                raise errors[0]
+        self.meeting = made[0]
+        return made[0]
+
+    def board_of_run(self) -> Board:
+        """The board of the ranks that began the run, for those that come back."""
+        return _StoreBoard(PrefixStore("isobit", self.run_store))
 
     def own_device(self, device: torch.device) -> torch.device:
         if device.type != "cuda":
@@ -305,7 +357,7 @@ class Processes:
         """A board for a thread beside the run, with its own connection; calls fail after
         ``longest_s`` seconds without an answer.
         """
-        store: Store = self._store.clone()  # pyright: ignore[reportAttributeAccessIssue] (is there)
+        store = _own_connection(self.run_store)
         store.set_timeout(timedelta(seconds=longest_s))
         return _StoreBoard(PrefixStore("watch", store))
 
@@ -323,14 +375,63 @@ class _Part(Processes):
         self.numbers = tuple(whole.numbers[rank] for rank in ranks)
         self.host, self.pulse, self._group = whole.host, whole.pulse, group
         name = f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
-        self._store = PrefixStore(name, whole._store)
+        self._store = self.run_store = PrefixStore(name, whole._store)
+        self.page, self.meeting = None, None
         self.board: Board = _StoreBoard(PrefixStore("isobit", self._store))
         self._shared: list[Any] = []
         self._gpus = [whole._gpus[rank] for rank in ranks]
         self._here = whole._here
 
 
-class _Single(Alone):
+class Meeting(Processes):
+    """All ranks of a run, once more, in a group that no other depends on: it can be broken off
+    where ranks are lost.
+    """
+
+    def __init__(self, own: Processes, start: int) -> None:
+        """``own`` is the world that this rank began with, ``start`` that of the rollouters."""
+        self.rank, self.size, self.local_rank = own.numbers[own.rank], own.run_size, own.local_rank
+        self.numbers = tuple(range(own.run_size))
+        self.host, self.pulse, self.start = own.host, own.pulse, start
+        self.page, self.meeting = None, None
+        name = f"meeting of start {start}"
+        self._store = self.run_store = PrefixStore(name, _own_connection(own.run_store))
+        self.board: Board = _StoreBoard(PrefixStore("isobit", self._store))
+        self._shared: list[Any] = []
+        self._gpus: list[str | None] = []  # nothing is computed in it
+        self._here = own._here
+        self._lock, self.is_broken = Lock(), False
+        # torch has no public name for a group with ranks that its first one lacks
+        group, _ = distributed_c10d._new_process_group_helper(
+            self.size,
+            self.rank,
+            [],
+            _backend(),
+            PrefixStore("torch", self._store),
+            group_name=distributed_c10d.GroupName(name),
+            timeout=_FOR_EVER,
+        )
+        assert isinstance(group, dist.ProcessGroup)
+        ranks = {rank: rank for rank in range(self.size)}
+        distributed_c10d._world.pg_group_ranks[group] = ranks
+        self._group = group
+
+    def break_off(self) -> None:
+        """End what waits in it, here and on other ranks; by any thread."""
+        with self._lock:
+            if not self.is_broken and self._group is not None:
+                self.is_broken = True
+                self._group.abort()
+
+    def close(self) -> None:
+        """Break it off, and give it back."""
+        self.break_off()
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+
+class Single(Alone):
     """One process of another world."""
 
     def __init__(self, whole: Processes) -> None:
@@ -364,6 +465,19 @@ class _Watched:
             self._work.wait()
 
 
+def _on_gpus() -> bool:
+    return torch.cuda.is_available() and dist.is_nccl_available()
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if _on_gpus() else "gloo"
+
+
+def _own_connection(store: Store) -> Store:
+    """The same store, for another thread: a call that waits would hold up all others."""
+    return store.clone()  # pyright: ignore[reportAttributeAccessIssue] (is there)
+
+
 def _has_room(size: int) -> bool:
     """Whether files that stay in memory can have so many bytes."""
     return _MEMORY.is_dir() and disk_usage(_MEMORY).free > size
@@ -391,8 +505,10 @@ def _others_of_world() -> str:
 
 
 @contextmanager
-def joined() -> Iterator[World]:
-    """The world of a launcher (``isobit.parallel.launched``), or this process alone."""
+def joined(page: RestartPage | None = None) -> Iterator[World]:
+    """The world of a launcher (``isobit.parallel.launched``), which may start some of its ranks
+    again by a ``page``; or this process alone.
+    """
     if not is_launched():
         yield Alone()
         return
@@ -417,8 +533,10 @@ def joined() -> Iterator[World]:
     finally:
         waiting.cancel()
     own = PrefixStore(f"start {restarts()} world {next(_worlds)}", store)
-    world = Processes(own, rank, size, rank_of_host())
+    world = Processes(own, rank, size, rank_of_host(), page)
     yield world
     # Not after an error: the others may not come here, and NCCL would wait for them.
-    world.barrier("the end")
+    with suppress(PeerError) if page is not None else nullcontext():
+        if world.is_whole:
+            world.barrier("the end")
     world.leave()

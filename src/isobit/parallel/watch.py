@@ -9,6 +9,9 @@ A rank that waits in a collective is well: another one is late.  These are not:
     parted     all ranks wait, for different things: their programs have diverged
     stuck      all wait for the same thing, for ten minutes: the connection
 
+Rollouters that our launcher starts again (``isobit.parallel.restart_page``) end no other rank: one
+that is silent is killed alone, and one that has ended is the launcher's to find.
+
 The rank that finds one prints it once and posts a verdict.  The rank that it names is killed by any
 rank on its host.  The others may be in a collective that never ends, where no error and no signal
 reaches them: their watch ends them once they wait.  A rank that still computes or writes continues
@@ -97,6 +100,8 @@ class Diagnosis:
         """The verdict on the newest signs and on the ranks whose process is gone."""
         for rank, sign in signs.items():
             before = self._signs.get(rank)
+            if before is not None and sign.process != before.process:
+                before = None  # it was started again
             if before is None or sign.number != before.number:
                 self._heard_at[rank] = now
             moved = (sign.beats, sign.phase, sign.waits_for)
@@ -168,7 +173,11 @@ class Watch:
         self._limits = Limits.usual()
         self._board = world.watch_board(self._limits.silent)
         self._signing = _Signing(world.host, world.pulse)
-        self._ranks = range(world.size) if world.rank == 0 else (0,)
+        self._number = world.numbers[world.rank]
+        self._ranks = range(world.size) if self._number == 0 else (0,)
+        replaced = 0 if world.page is None else world.page.rollouters
+        self._replaced = range(world.run_size - replaced, world.run_size)
+        """The ranks that the launcher starts again: their end is not the watch's to find."""
         self._diagnosis = Diagnosis(self._limits, self._ranks)
         self._signs: dict[int, Sign] = {}
         self._is_to_end = False  # whether to end this rank once it waits
@@ -195,7 +204,8 @@ class Watch:
         self.stop()
         try:
             self._post(has_left=True)
-            self._board.post("failed", b"")
+            if self._number not in self._replaced:
+                self._board.post("failed", b"")
             self._let_others_leave()
         except PeerError:
             pass  # the board is gone, and no rank reads it
@@ -206,7 +216,7 @@ class Watch:
         until = time.monotonic() + self._limits.leave
         while (
             self._box is None
-            and self._world.rank == 0
+            and self._number == 0
             and left < self._world.size
             and time.monotonic() < until
         ):
@@ -223,6 +233,7 @@ class Watch:
     def _look(self) -> None:
         now = time.monotonic()
         self._signing.look(now)
+        self._break_off()
         try:
             self._post()
             self._signs |= self._read()
@@ -237,7 +248,7 @@ class Watch:
 
     def _post(self, has_left: bool = False) -> None:
         sign = self._signing.sign(has_left)
-        self._board.post(f"sign {self._world.rank}", json.dumps(asdict(sign)).encode())
+        self._board.post(f"sign {self._number}", json.dumps(asdict(sign)).encode())
 
     def _read(self) -> dict[int, Sign]:
         notes = {rank: self._board.read(f"sign {rank}") for rank in self._ranks}
@@ -247,18 +258,35 @@ class Watch:
         note = self._board.read("verdict")
         return Verdict(**json.loads(note)) if note is not None else None
 
+    def _break_off(self) -> None:
+        """End what waits for rollouters that the launcher has started again."""
+        page, meeting = self._world.page, self._world.meeting
+        if page is not None and meeting is not None and page.read("starts") > meeting.start:
+            meeting.break_off()
+
     def _diagnose(self, now: float) -> Verdict | None:
         """This rank's verdict, posted for all unless another rank was faster."""
         if self._is_closing:
             return None
         machine = self._signing.machine
-        ended = [
+        gone = {
             rank
             for rank, sign in self._signs.items()
             if sign.machine == machine and not _runs(sign.process)
-        ]
-        verdict = self._diagnosis.look(now, self._signs, ended)
-        if verdict is None or self._board.add("verdicts", 1) > 1:
+        }
+        signs = {
+            rank: sign
+            for rank, sign in self._signs.items()
+            if rank not in gone or rank not in self._replaced
+        }
+        verdict = self._diagnosis.look(now, signs, sorted(gone & signs.keys()))
+        if verdict is None:
+            return None
+        if verdict.is_to_end and self._comes_back(verdict.rank):
+            say(f"isobit: {verdict.text}")
+            self._kill(verdict)
+            return None
+        if self._board.add("verdicts", 1) > 1:
             return None
         self._board.post("verdict", json.dumps(asdict(verdict)).encode())
         self._say(verdict)
@@ -283,10 +311,20 @@ class Watch:
         elif verdict.rank is None or verdict.is_to_end:  # a launcher notices ended ranks itself
             self._box.write(verdict=[verdict.rank, verdict.text], at=time.monotonic())
 
+    def _comes_back(self, rank: int | None) -> bool:
+        """Whether the launcher starts a rank again that is killed."""
+        page = self._world.page
+        if page is None or rank not in self._replaced:
+            return False
+        return bool(page.read("ready")) and not page.read("over") and not page.read("done")
+
     def _obey(self, verdict: Verdict) -> None:
         self._is_to_end = True
-        is_here = verdict.machine == self._signing.machine
-        if verdict.is_to_end and is_here and _runs(verdict.process):
+        if verdict.is_to_end:
+            self._kill(verdict)
+
+    def _kill(self, verdict: Verdict) -> None:
+        if verdict.machine == self._signing.machine and _runs(verdict.process):
             os.kill(verdict.process, signal.SIGKILL)
 
     def _end_if_idle(self, now: float) -> None:

@@ -260,8 +260,16 @@ class FreeBatches:
                 return
 
     def _go_back(self) -> None:
-        """Drop what was drawn on since the batch was chosen: the samples that had ended then stay,
-        and others stand where the last step has left them.
+        """Drop what was drawn on since the batch was chosen."""
+        groups = self._groups_then()
+        self._sampler.restore(self._prompts_then)
+        self._shared.go_back(groups)
+        if self._episodes is not None:
+            self._episodes.go_back(self._kept_episodes, groups)
+
+    def _groups_then(self) -> list[OpenGroup]:
+        """The open groups without what was drawn on since the batch was chosen: the samples that
+        had ended then stay, and others stand where the last step has left them.
         """
         before = {group.name: group.samples for group in self._kept}
         groups: list[OpenGroup] = []
@@ -270,10 +278,24 @@ class FreeBatches:
             group = OpenGroup(one.request, one.begun_after, {**undone, **one.samples})
             group.close_if_whole()
             groups.append(group)
-        self._sampler.restore(self._prompts_then)
-        self._shared.go_back(groups)
-        if self._episodes is not None:
-            self._episodes.go_back(self._kept_episodes, groups)
+        return groups
+
+    def line_then(self, step: int) -> str:
+        """The line of a step whose batch is chosen, if nothing more is drawn in it; of a step that
+        is repeated, its own.
+        """
+        found = self._recorded
+        if found is None:
+            groups = self._groups_then()
+            compared = tuple(self._comparable([*self._batch, *groups]))
+            found = self._step_line(step, groups, compared)
+        return found.line().decode()
+
+    def _step_line(
+        self, step: int, groups: Sequence[OpenGroup], compared: tuple[Compared, ...]
+    ) -> ScheduledStep:
+        learns = tuple(group.name for group in self._batch)
+        return ScheduledStep(step, learns, {one.name: one.lengths for one in groups}, compared)
 
     def check(self) -> None:
         """Raise what has ended the drawing beside a step, once the step has ended.  On all ranks
@@ -319,10 +341,8 @@ class FreeBatches:
             self._record_answers([*self._batch, *groups], range(len(self._batch)))
         if not self._learns:
             self._to_compare = self._comparable([*self._batch, *groups])
-        learns = tuple(group.name for group in self._batch)
-        drawn = {group.name: group.lengths for group in groups}
-        line = ScheduledStep(step, learns, drawn, tuple(self._to_compare)).line()
-        self._inputs.append_schedule([line])
+        line = self._step_line(step, groups, tuple(self._to_compare))
+        self._inputs.append_schedule([line.line()])
         self._keep(groups)
         return stats
 

@@ -201,12 +201,18 @@ def sampling_freely_by_rollouters(
     learns; they compare what they draw.
     """
     open_groups = None if rollouters.have_open_groups else free.value()
-    rollouters.have_open_groups = True
-    ask_for("chosen", rollouters, run, step=step, open=open_groups)
+    ask_for(
+        "chosen",
+        rollouters,
+        run,
+        anew=lambda: {"open": free.value()},
+        step=step,
+        open=open_groups,
+    )
     batch = run.pending.batch_of(received(run, rollouters)["batch"])
     run.pending.add(replace(batch, to_compare=()))
     with rollouters.told_when_learnt():
-        ask_for("open", rollouters, run, step=step)
+        ask_for("open", rollouters, run, follows=True, step=step)
         yield
     value = received(run, rollouters)
     free.restore(**value["open"])

@@ -2,14 +2,17 @@
 which samples what the trainers ask for (``isobit.run.rollouters``).
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from isobit.config.load import build
 from isobit.config.recipes import RunConfig
 from isobit.config.rules import check_started
-from isobit.parallel.world import ALONE, World
+from isobit.parallel.parts import Parts, has_come_back
+from isobit.parallel.world import ALONE, Board, World
 from isobit.records.wire import completions_value, groups_value
 from isobit.run.agreement import check_recipes
 from isobit.run.free_batches import FreeBatches
@@ -31,13 +34,21 @@ def train_by_ranks(
     """``train`` by all ranks of a world, or by its first ones while the others sample
     (``cluster.rollouters``).  Raises as it does, and ConfigError for a world that is too small.
     """
+    if has_come_back(world):
+        parts = Parts(world, config.cluster.rollouters)
+        begun = as_begun(resolve(recipe_of_trainers(parts.board)), True, parts.mine)
+        sample_for_trainers(begun, Rollouters(parts))
+        return
     check_recipes(world, config)  # whatever follows differs with them, also which ranks meet
     check_started(config, world.size)
     if not config.cluster.rollouters:
         train(config, resume=resume, world=world, allowed=allowed)
         return
     recipe = as_begun(resolve(config), resume, world)
-    rollouters = Rollouters(world, config.cluster.rollouters)
+    if world.rank == 0:
+        tell_recipe(world.board, recipe.config)
+    parts = Parts(world, config.cluster.rollouters)
+    rollouters = Rollouters(parts)
     if rollouters.is_rollouter:
         sample_for_trainers(recipe, rollouters)
         return
@@ -49,6 +60,24 @@ def train_by_ranks(
             rollouters=rollouters,
             allowed=allowed,
         )
+
+
+_RECIPE = "recipe"
+"""The note with the recipe of the run, as it has begun: the files that it was read from may change
+before rollouters come back.
+"""
+
+
+def tell_recipe(board: Board, config: RunConfig) -> None:
+    """Note the recipe for rollouters that come back."""
+    board.post(_RECIPE, config.model_dump_json(exclude_unset=True).encode())
+
+
+def recipe_of_trainers(board: Board) -> RunConfig:
+    """The recipe of the trainers."""
+    note = board.read(_RECIPE)
+    assert note is not None, "trainers note it before they can go on with others"
+    return build(RunConfig, json.loads(note), "the recipe of the trainers")
 
 
 def sample_for_trainers(recipe: ResolvedRecipe[RunConfig], rollouters: Rollouters) -> None:
@@ -71,6 +100,8 @@ def sample_for_trainers(recipe: ResolvedRecipe[RunConfig], rollouters: Rollouter
         if graders is not None:
             graders.describe()
         with interruption:
+            if not rollouters.come(interruption.check):
+                return
             rollouters.check_machines(run.model.policy.device)
             while (asked := rollouters.wait(run.model.policy, interruption.check)) is not None:
                 rollouters.answer(partial(_sampled, run, rollouters, asked))
@@ -108,7 +139,8 @@ def _chosen(run: RlRun, _: Rollouters, asked: Mapping[str, Any]) -> dict[str, An
     free = _free_batches_of(run)
     if asked["open"] is not None:
         free.restore(**asked["open"])
-    return {"batch": batch_value(draw_batch(run, free, asked["step"]))}
+    batch = draw_batch(run, free, asked["step"])
+    return {"batch": batch_value(batch), "line": free.line_then(asked["step"])}
 
 
 def _open(run: RlRun, rollouters: Rollouters, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,13 @@ process with the same lag.  The trainers' state says which prompts come next, an
 which rewards are known and who learns from what; they go with every question, and come back with
 its answer.
 
+Where rollouters are killed, and our launcher starts them again (``isobit.parallel.parts``), the
+trainers lose nothing: they have the order of prompts, the records, the open groups, and in host
+memory the weights of the last question, as they were.  They send these and ask again.  With a lag
+the answer has the bytes that it would have had.  Freely another batch may be chosen.  Once it is,
+it stays: it is drawn again as the line of its step says, up to what had ended when it was chosen,
+and nothing more is drawn in that step.  What trainers take over is a whole answer or nothing of it.
+
 An error of any rank is raised on all at the next meeting.  A signal is answered while the trainers
 stand between two steps: with a lag between two questions, since they learn while a batch is
 sampled; freely also while a batch is drawn, which they wait for.
@@ -40,14 +47,23 @@ sampled; freely also while a batch is drawn, which they wait for.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 
+from isobit.models.kept_weights import KeptWeights
 from isobit.models.policy import Policy
 from isobit.observe.evaluation import EvalResult
-from isobit.parallel.world import World, broadcast_from, is_raised_on_all, run_and_gather
+from isobit.parallel.parts import Parts
+from isobit.parallel.world import (
+    World,
+    broadcast_from,
+    encode,
+    is_raised_on_all,
+    run_and_gather,
+)
 from isobit.records.text import Group
 from isobit.records.wire import groups_of
 from isobit.run.agreement import check_alike
@@ -55,7 +71,7 @@ from isobit.run.evaluation import Evaluation, Evaluator
 from isobit.run.recorded_inputs import RecordedInputs
 from isobit.store.manifest import environment
 from isobit.store.training_run import TrainingRun
-from isobit.util.errors import Interrupted
+from isobit.util.errors import Interrupted, MismatchError, PeerError
 
 Asked = Literal["batch", "chosen", "open", "evaluation", "few"]
 """What trainers ask for: the next batch, compared; freely the batch of a step, and what is drawn
@@ -65,39 +81,143 @@ _LEARNT = "learnt"
 """The note that says that the trainers have."""
 
 
+@dataclass(slots=True)
+class Question:
+    """What trainers ask for, and what has come of it."""
+
+    content: Mapping[str, Any]
+    more: Callable[[], Mapping[str, Any]] = dict
+    """What those need to know beside it who have come back, and have sampled nothing yet."""
+    answer: Mapping[str, Any] | None = None
+
+    def again(self) -> dict[str, Any]:
+        """The question for those who have come back.  What was answered is drawn once more, as
+        before: graded as it was, and as far as the line of its step says.
+        """
+        content = {**self.content, **self.more()}
+        if self.answer is not None:
+            content["ahead"] = {**self.answer["given"], "schedule": [self.answer["line"]]}
+        return content
+
+    def behind(self, before: "Question") -> dict[str, Any]:
+        """The question for the same, where it follows from an answered one in the same step."""
+        content = self.again()
+        if before.answer is not None:
+            content["ahead"] = {**content["ahead"], "schedule": [before.answer["line"]]}
+        return content
+
+    def check_repeated(self, answer: Mapping[str, Any]) -> None:
+        """Raise MismatchError where the second answer has other samples than the first."""
+        assert self.answer is not None
+        if encode(answer["batch"]["groups"]) != encode(self.answer["batch"]["groups"]):
+            raise MismatchError(
+                "rollouters that have come back have drawn another batch than the one that the "
+                "step learns from: tools of the environment said something else, or the machine "
+                "is faulty; go on with --resume"
+            )
+
+
 class Rollouters:
     """The two parts of a world, seen from a rank of either."""
 
-    def __init__(self, whole: World, rollouters: int) -> None:
-        """All ranks of ``whole`` make it together; the last ``rollouters`` of them sample."""
-        self.trainers = whole.size - rollouters
-        self.is_rollouter = whole.rank >= self.trainers
-        self.whole = whole
-        self.mine = whole.split([0, self.trainers, whole.size])
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.trainers, self.is_rollouter = parts.trainers, parts.is_rollouter
+        self.mine = parts.mine
         """The world of this rank's part."""
         self.have_open_groups = False
         """Whether the rollouters have the open groups of the run."""
+        self._asked: list[Question] = []
+        """What rollouters that come back are asked again: the last is not answered yet."""
+        self._kept: KeptWeights | None = None
         self._is_over = False
         self._passed_on: int | None = None
+
+    @property
+    def whole(self) -> World:
+        """Both parts.  Raises PeerError where rollouters are lost."""
+        return self._parts.whole
+
+    def come(self, check: Callable[[], None]) -> bool:
+        """Rollouters: meet the trainers, where they do not know these; False where the run is
+        done.  Raises what ``check`` raises.
+        """
+        return self._parts.come(check)
 
     def check_machines(self, device: torch.device) -> None:
         """All, before anything is sampled: refuse machines whose class of bits is not the first
         trainer's.  A rollouter compares its samples with its own forward, which would not show it.
         """
+        if self.is_rollouter:
+            self._check_machines(device)
+        elif not self._parts.reached(lambda: self._check_machines(device)):
+            self._meet_next(device)
+
+    def _check_machines(self, device: torch.device) -> None:
         mine = {"host": self.mine.host, "bits": environment(device)["bits"]}
         check_alike(self._meet(lambda: mine))
 
-    def ask(self, policy: Policy, question: Mapping[str, Any]) -> None:
-        """Trainers: have the rollouters sample something by the weights as they are now."""
+    def _meet_next(self, device: torch.device) -> None:
+        """Trainers: meet rollouters that have come back."""
+        while True:
+            self._parts.next_whole()
+            self._passed_on, self.have_open_groups = None, False
+            if self._parts.reached(lambda: self._check_machines(device)):
+                return
+
+    def ask(self, policy: Policy, question: Question, follows: bool = False) -> None:
+        """Trainers: have the rollouters sample something by the weights as they are now.  A
+        question that ``follows`` from the one before is of the same step, and needs what the
+        rollouters know of that.
+        """
+        self._asked = [*(self._asked if follows else ()), question]
+        if self._parts.can_replace:
+            self._kept = self._kept or KeptWeights(policy)
+            if self._kept.version != policy.version:
+                self._kept.keep()
+        if not self._send(policy, question.content):
+            self._ask_again(policy)
+
+    def _send(self, policy: Policy, content: Mapping[str, Any]) -> bool:
+        """Ask, and pass the weights on where they are new; -> whether it has reached all."""
         is_new = self._passed_on != policy.version
-        self._meet(lambda: {**question, "weights": is_new})
+        if not self._parts.reached(lambda: self._meet(lambda: {**content, "weights": is_new})):
+            return False
         if is_new:
-            self._pass_on(policy)
+            if not self._parts.reached(lambda: policy.pass_on(self.whole, self.trainers)):
+                return False
+            self._passed_on = policy.version
+        self.have_open_groups |= "open" in content
+        return True
+
+    def _ask_again(self, policy: Policy) -> None:
+        """Trainers: meet rollouters that have come back, and ask for what is not answered yet, by
+        the weights of its question.
+        """
+        while True:
+            self._meet_next(policy.device)
+            assert self._kept is not None
+            with self._kept.in_place():
+                if self._repeat(policy):
+                    return
+
+    def _repeat(self, policy: Policy) -> bool:
+        """Ask all again; -> whether it has reached all."""
+        *answered, last = self._asked
+        for question in answered:
+            if not self._send(policy, question.again()):
+                return False
+            answer = self._receive()
+            if answer is None:
+                return False
+            question.check_repeated(answer)
+        content = last.behind(answered[-1]) if answered else last.again()
+        return self._send(policy, content)
 
     @contextmanager
     def told_when_learnt(self) -> Iterator[None]:
         """Trainers: a block in which they ask for what is drawn while they learn, and learn."""
-        board, is_first = self.whole.board, self.mine.rank == 0
+        board, is_first = self._parts.board, self.mine.rank == 0
         if is_first:
             board.remove(_LEARNT)
         try:
@@ -108,11 +228,21 @@ class Rollouters:
 
     def have_learnt(self) -> bool:
         """Rollouters: whether the trainers have left that block."""
-        return self.whole.board.read(_LEARNT) is not None
+        return self._parts.board.read(_LEARNT) is not None
 
-    def receive(self) -> Any:
+    def receive(self, policy: Policy) -> Any:
         """Trainers: wait for what was asked for."""
-        return self._travel(None)
+        while (answer := self._receive()) is None:
+            self._ask_again(policy)
+        self._parts.note_answer()
+        self._asked[-1].answer = answer
+        return answer
+
+    def _receive(self) -> Any:
+        """The answer; None where rollouters were lost before all trainers had it."""
+        answers: list[Any] = []
+        is_here = self._parts.reached(lambda: answers.append(self._travel(None)))
+        return answers[0] if is_here else None
 
     def wait(self, policy: Policy, check: Callable[[], None]) -> Mapping[str, Any] | None:
         """Rollouters: wait for what they are to sample, and for the weights to sample it by; None
@@ -120,17 +250,12 @@ class Rollouters:
         """
         asked = self._meet(check)[0]
         if asked is not None and asked["weights"]:
-            self._pass_on(policy)
+            policy.pass_on(self.whole, self.trainers)
         return asked
 
     def answer(self, make: Callable[[], dict[str, Any]]) -> None:
         """Rollouters: send what ``make`` returns, the same on each."""
         self._travel(make)
-
-    def _pass_on(self, policy: Policy) -> None:
-        """All: the published weights go from the trainers to the rollouters."""
-        policy.pass_on(self.whole, self.trainers)
-        self._passed_on = policy.version
 
     @contextmanager
     def errors_shared(self) -> Iterator[None]:
@@ -145,7 +270,7 @@ class Rollouters:
                     self._meet(partial(_raise, error))
             raise
         if not self.is_rollouter:
-            self._meet(lambda: None)
+            self._parts.finish(lambda: self._meet(lambda: None))
 
     def _travel(self, make: Callable[[], Any] | None) -> Any:
         """What the first rollouter makes, on all ranks."""
@@ -157,8 +282,10 @@ class Rollouters:
         """
         try:
             return run_and_gather(self.whole, attempt)
-        except BaseException:
-            self._is_over = True
+        except BaseException as error:
+            is_lost = isinstance(error, PeerError) and error.rank is None
+            if self.is_rollouter or not (is_lost and self._parts.can_replace):
+                self._is_over = True
             raise
 
     def _is_of_all(self, error: BaseException) -> bool:
@@ -175,15 +302,25 @@ class AskingRun(TrainingRun, Protocol):
     def recorded(self) -> RecordedInputs: ...
 
 
-def ask_for(what: Asked, rollouters: Rollouters, run: AskingRun, **more: Any) -> None:
-    """Trainers: ask for what comes next in the run, with ``more`` that the question needs."""
+def ask_for(
+    what: Asked,
+    rollouters: Rollouters,
+    run: AskingRun,
+    follows: bool = False,
+    anew: Callable[[], Mapping[str, Any]] = dict,
+    **more: Any,
+) -> None:
+    """Trainers: ask for what comes next in the run, with ``more`` that the question needs, and
+    ``anew`` in the place of some of it for rollouters that have come back.
+    """
     state, ahead = run.sampler.state(), run.recorded.ahead()
-    rollouters.ask(run.model.policy, {"what": what, "sampler": state, "ahead": ahead, **more})
+    content = {"what": what, "sampler": state, "ahead": ahead, **more}
+    rollouters.ask(run.model.policy, Question(content, anew), follows)
 
 
 def receive_for(rollouters: Rollouters, run: AskingRun) -> dict[str, Any]:
     """Trainers: wait for it, and take over the order of prompts and what the run was given."""
-    value = rollouters.receive()
+    value = rollouters.receive(run.model.policy)
     run.sampler.restore(value["sampler"])
     run.recorded.append(value["given"])
     return value
