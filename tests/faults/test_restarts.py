@@ -74,6 +74,16 @@ def check(
     assert len(asked) == 6 + 3, "each batch and each evaluation was graded once"
 
 
+@pytest.fixture
+def check_ahead(
+    tmp_path: Path,
+    expected_ahead: Callable[..., dict[str, Any]],
+    outcome: Callable[[Path], dict[str, Any]],
+) -> Callable[[int], None]:
+    """Checks that the run of ``command`` took so many starts, and left what one process leaves."""
+    return lambda starts: check(tmp_path / "run", expected_ahead(outcome), outcome, starts)
+
+
 def run_once(words: list[str], size: int, rollouters: int) -> None:
     """Under our launcher, in a process of its own, which starts no run again."""
     launch(words, size, threads=1, rollouters=rollouters)
@@ -100,8 +110,7 @@ def test_rollouters_die_and_the_trainers_go_on(
     rollouters: int,
     command: Callable[[dict[str, int]], list[str]],
     tmp_path: Path,
-    expected_ahead: Callable[..., dict[str, Any]],
-    outcome: Callable[[Path], dict[str, Any]],
+    check_ahead: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One is killed; its part of the run comes back, however many ranks either part has."""
@@ -114,7 +123,7 @@ def test_rollouters_die_and_the_trainers_go_on(
     assert said.count("was killed by SIGKILL") == deaths
     if "end" not in MOMENTS[moment]:  # there they come back unless trainers say first that all ends
         assert deaths == len(MOMENTS[moment])
-    check(tmp_path / "run", expected_ahead(outcome), outcome, starts=deaths + 1)
+    check_ahead(deaths + 1)
 
 
 @pytest.mark.exhaustive
@@ -181,8 +190,7 @@ def test_an_error_of_a_rollouter_and_the_death_of_a_trainer_end_the_run(
 def test_a_rollouter_that_hangs_is_ended_and_comes_back(
     command: Callable[[dict[str, int]], list[str]],
     tmp_path: Path,
-    expected_ahead: Callable[..., dict[str, Any]],
-    outcome: Callable[[Path], dict[str, Any]],
+    check_ahead: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ISOBIT_SILENCE_S", "6")
@@ -191,7 +199,7 @@ def test_a_rollouter_that_hangs_is_ended_and_comes_back(
     code, said = ended(words, tmp_path / "log")
     assert code == 0, said
     assert said.count("isobit: rank 1 (") == said.count("has been silent in ") == 1
-    check(tmp_path / "run", expected_ahead(outcome), outcome, starts=2)
+    check_ahead(2)
 
 
 FREELY: dict[str, dict[str, int]] = {
@@ -241,8 +249,7 @@ def start_again(words: list[str], restarts: int) -> None:
 def test_our_launcher(
     command: Callable[[dict[str, int]], list[str]],
     tmp_path: Path,
-    expected_ahead: Callable[..., dict[str, Any]],
-    outcome: Callable[[Path], dict[str, Any]],
+    check_ahead: Callable[[int], None],
 ) -> None:
     words, log = command({"idle": 4, "rollout": 20}), tmp_path / "log"
     launcher = called("tests.faults.test_restarts:start_again", log, words, 2)
@@ -251,7 +258,7 @@ def test_our_launcher(
     assert launcher.exitcode == 0, said
     assert said.count("rank 1 (") == said.count("was killed by SIGKILL in ") == 2
     assert "restarts left: 0" in said
-    check(tmp_path / "run", expected_ahead(outcome), outcome, starts=3)
+    check_ahead(3)
 
 
 def start_torchrun(words: list[str]) -> None:
@@ -266,8 +273,7 @@ def start_torchrun(words: list[str]) -> None:
 def test_torchrun(
     command: Callable[[dict[str, int]], list[str]],
     tmp_path: Path,
-    expected_ahead: Callable[..., dict[str, Any]],
-    outcome: Callable[[Path], dict[str, Any]],
+    check_ahead: Callable[[int], None],
 ) -> None:
     words = ["--nnodes", "1", "--nproc-per-node", "2", "--max-restarts", "1"]
     words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
@@ -276,4 +282,4 @@ def test_torchrun(
     agent = called("tests.faults.test_restarts:start_torchrun", log, words, environ=environ)
     agent.join()
     assert agent.exitcode == 0, log.read_text()[-2000:]
-    check(tmp_path / "run", expected_ahead(outcome), outcome, starts=2)
+    check_ahead(2)

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from typing import Any
 
 from isobit.launch.rank_failure import RankFailure
@@ -184,21 +185,19 @@ def launch(
     Raises RankError with the one reason where one failed, and Interrupted where all stopped on a
     signal; nothing of them runs any more then.
     """
-    environment = _environment(size, threads)
-    page = RestartPage.made(rollouters) if rollouters else None
+    environment, ranks = _environment(size, threads), list[RankProcess]()
+    with closing(RestartPage.made(rollouters)) if rollouters else nullcontext() as page:
 
-    def start(number: int, of: int = 0) -> RankProcess:
-        place, shared = {**environment, "LOCAL_RANK": str(number)}, list[int]()
-        if page is not None:
-            place |= page.place(of)
-            shared.append(page.descriptor)
-            # a lost rollouter must not end the trainers, and the launcher finds dead trainers
-            place.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        output = None if number == 0 else _only_kept
-        return RankProcess(number, arguments, place, output, shared=shared)
+        def start(number: int, of: int = 0) -> RankProcess:
+            place, shared = {**environment, "LOCAL_RANK": str(number)}, list[int]()
+            if page is not None:
+                place |= page.place(of)
+                shared.append(page.descriptor)
+                # a lost rollouter must not end the trainers, and the launcher finds dead trainers
+                place.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            output = None if number == 0 else _only_kept
+            return RankProcess(number, arguments, place, output, shared=shared)
 
-    ranks: list[RankProcess] = []
-    try:
         try:
             for number in range(size):
                 ranks.append(start(number))
@@ -215,9 +214,6 @@ def launch(
             Ranks(ranks, hear).run(kill_s, orderly_s)
         else:
             Ranks(ranks, hear, RollouterRestarts(page, ranks, start).look).run(kill_s, orderly_s)
-    finally:
-        if page is not None:
-            page.close()
 
 
 def _only_kept(said: bytes) -> None:

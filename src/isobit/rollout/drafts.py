@@ -55,7 +55,7 @@ NEW_SHARES = [1 - 0.85**count for count in range(100)]
 """The weight in a sample's rates of so many new tokens."""
 SHORTEST_S = 5e-4
 """Seconds that the device takes for a step of one sample, below which there are no guesses by
-default. Of two models on an H200, which take about 0.3 and 0.9, steps of 64 samples of the first
+default. Of two models on an H200, which take about 0.3 and 0.9 ms, steps of 64 samples of the first
 wait for the host, and those of the second hardly do (docs/performance.md, "Guesses").
 """
 LONGEST_REST = 31
