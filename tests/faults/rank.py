@@ -3,7 +3,8 @@ the given call of what the place names, rank 1, or the one that the variable VIC
 itself the signal; from the places of rank 0, that one sends it.
 
 Of ``PLACE,PLACE`` with ``CALL,CALL`` each start meets the next, and those after the last none; how
-many have begun is the size of the file ``STARTS``.
+many have begun is the size of the file ``STARTS``.  Of ``SIGNAL,SIGNAL`` too, where there is more
+than one.  The file that the variable EDITED names has a line more from the second start on.
 """
 
 import os
@@ -15,6 +16,8 @@ from typing import Any
 from isobit.cli.main import main
 from isobit.models.policy import Policy
 from isobit.models.published import PublishedWeights
+from isobit.parallel import processes
+from isobit.parallel.parts import Parts
 from isobit.rollout.native import NativeEngine
 from isobit.run import loop, rollouter_process
 from isobit.run.grading import RecordedGrading
@@ -28,6 +31,8 @@ PLACES: dict[str, tuple[Any, str]] = {
     "training": (Trainer, "_step"),
     "idle": (Rollouters, "wait"),
     "loading": (rollouter_process, "prepare_rl"),
+    "meeting": (Parts, "_meet"),
+    "joining": (processes, "_own_connection"),
     "weights": (Policy, "pass_on"),
     "rows": (PublishedWeights, "gather"),
     "evaluation": (RlRun, "evaluate_now"),
@@ -73,15 +78,25 @@ def kill_victim(number: int) -> None:
     os.kill(int(Path(f"{os.environ['STARTS']}.process").read_text()), number)
 
 
+def edit(start: int) -> None:
+    edited = os.environ.get("EDITED")
+    if edited is not None and start > 0:
+        with Path(edited).open("a", encoding="utf-8") as file:
+            file.write("# edited\n")
+
+
 if __name__ == "__main__":
     ends = list(zip(sys.argv[1].split(","), map(int, sys.argv[2].split(",")), strict=True))
-    number = int(sys.argv[3])
+    numbers = [int(number) for number in sys.argv[3].split(",")]
     if os.environ["RANK"] == os.environ.get("VICTIM", "1"):
-        for place, call in ends[begun(os.getpid()) :][:1]:
+        start = begun(os.getpid())
+        edit(start)
+        number = (numbers * len(ends) if len(numbers) == 1 else numbers)[start : start + 1]
+        for place, call in ends[start : start + 1]:
             if place in PLACES:
-                meet(PLACES[place], call, lambda: os.kill(os.getpid(), number))
+                meet(PLACES[place], call, lambda: os.kill(os.getpid(), *number))
     if os.environ["RANK"] == "0":
         for place, call in ends:
             if place in OF_TRAINER:
-                meet(OF_TRAINER[place], call, lambda: kill_victim(number))
+                meet(OF_TRAINER[place], call, lambda: kill_victim(numbers[0]))
     sys.exit(main(sys.argv[4:]))

@@ -7,6 +7,7 @@ graded once: the bytes are those of a run that nothing happened to.
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -96,6 +97,8 @@ MOMENTS: dict[str, dict[str, int]] = {
     "when they have learnt": {"learnt": 2},
     "while weights are passed on": {"rows": 3},
     "in an evaluation": {"evaluation": 2},
+    "as they come to the trainers": {"rollout": 20, "meeting": 1},
+    "as they meet them": {"rollout": 20, "joining": 1},
     "three times in a row, with an answer between": {"rollout": 20, "idle": 3, "comparing": 2},
     "when all is done": {"end": 1},
 }
@@ -202,12 +205,57 @@ def test_a_rollouter_that_hangs_is_ended_and_comes_back(
     check_ahead(2)
 
 
+@pytest.mark.parametrize("freely", [False, True], ids=["lag", "freely"])
+def test_a_signal_does_not_wait_for_rollouters_that_come_back(
+    freely: bool,
+    command: Callable[[dict[str, int]], list[str]],
+    tmp_path: Path,
+    check_ahead: Callable[[int], None],
+) -> None:
+    """Here they hang before they have met the trainers, who save, and go on with --resume."""
+    words, log = command({"rollout": 20, "loading": 1}), tmp_path / "log"
+    words[3] = f"{int(signal.SIGKILL)},{int(signal.SIGSTOP)}"
+    if freely:
+        words += ["--async.lag", "0", "--async.max_staleness", "2"]
+    launcher = called("tests.faults.test_restarts:run_once", log, words, 2, 1)
+    starts = tmp_path / "starts"
+    while not starts.exists() or starts.stat().st_size < 2:
+        time.sleep(0.01)
+    launcher.terminate()
+    launcher.join()
+    assert launcher.exitcode != 0
+    assert "Interrupted: stopped by SIGTERM" in log.read_text().partition("are started again")[2]
+    assert json_lines(tmp_path / "run" / "metrics.jsonl")
+    code, said = ended([*words, "--resume"], log)
+    assert code == 0, said
+    if freely:
+        assert replay(tmp_path / "run", say=lambda _: None).differences == []
+    else:
+        check_ahead(3)
+
+
+def test_rollouters_do_not_come_back_with_another_reward(
+    place: Path,
+    command: Callable[[dict[str, int]], list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text((place / "reward.py").read_text(encoding="utf-8"), encoding="utf-8")
+    words = [*command({"rollout": 20}), "--reward.function", f"{reward}:reward"]
+    monkeypatch.setenv("EDITED", str(reward))
+    code, said = ended(words, tmp_path / "log")
+    assert code != 0
+    assert "has read another reward.function.source than rank 0 has: it has changed" in said
+
+
 FREELY: dict[str, dict[str, int]] = {
     "while a batch is drawn": {"rollout": 20},
     "while trainers learn": {"learning": 3},
     "when they have learnt, and as it is drawn again": {"learnt": 2, "rollout": 1},
     "while they compare": {"opening": 3},
     "in an evaluation": {"evaluation": 2},
+    "as they meet the trainers": {"rollout": 20, "joining": 1},
     "while weights are passed on": {"rows": 3},
 }
 

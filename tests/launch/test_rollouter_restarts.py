@@ -20,12 +20,16 @@ class Replaced(Given):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.was_closed, self.heard = False, list[int]()
+        self.is_held = False
+        """Whether a driver keeps it from its end."""
 
     def send(self, number: int) -> None:
         self.heard.append(number)
-        super().send(number)
+        if not self.is_held:
+            super().send(number)
 
     def close(self) -> None:
+        assert not self.was_closed
         self.was_closed = True
 
 
@@ -34,6 +38,7 @@ class Played:
 
     def __init__(self, page: RestartPage) -> None:
         self.page, self.started = page, list[tuple[int, int]]()
+        self.fails: Exception | None = None
         self.ranks = [Replaced(0), Replaced(1), Replaced(2)]
         self._restarts = RollouterRestarts(page, self.ranks, self._start)
 
@@ -53,10 +58,17 @@ class Played:
     def dies(self, number: int, code: int = KILLED) -> Callable[[], None]:
         return lambda: setattr(self.ranks[number], "exit_code", code)
 
+    def nothing(self) -> None: ...
+
+    def stop(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
     def answers(self) -> None:
         self.page.write("answered", self.page.read("starts") + 1)
 
     def _start(self, number: int, of: int) -> Replaced:
+        if self.fails is not None and number == 2:
+            raise self.fails
         self.started.append((number, of))
         return Replaced(number)
 
@@ -85,6 +97,51 @@ def test_one_that_has_lost_the_killed_one_follows_from_it(played: Played) -> Non
 
     played.run(both)
     assert played.started == [(1, 1), (2, 1)]
+
+
+def test_one_that_has_lost_the_killed_one_may_be_seen_long_before(played: Played) -> None:
+    """A driver may close the connections of a process seconds before that has ended."""
+    played.run(played.dies(1, PeerError.exit_code), played.nothing, played.dies(2))
+    assert played.started == [(1, 1), (2, 1)]
+
+
+def test_one_that_has_lost_no_other_ends_the_run(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isobit.launch.rollouter_restarts.KILL_S", 0.0)
+    with pytest.raises(RankError, match="rank 1 is gone"):
+        played.run(played.dies(1, PeerError.exit_code), played.nothing)
+    assert played.page.read("over") == 1
+
+
+def test_they_start_once_all_have_ended_and_signals_arrive_meanwhile(played: Played) -> None:
+    held, trainer, numbers = played.ranks[1], played.ranks[0], list[int]()
+    held.is_held = True
+
+    def save() -> None:
+        trainer.is_held = True  # it saves, and goes on
+        signal.raise_signal(signal.SIGUSR1)
+        numbers.extend([*trainer.heard, played.page.read("starts"), len(played.started)])
+
+    played.run(played.dies(2), save, played.dies(1))
+    assert numbers == [signal.SIGUSR1, 1, 0]
+    assert played.started == [(1, 1), (2, 1)]
+
+
+def test_a_rollouter_that_ends_early_without_an_error_ends_the_run(
+    played: Played, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A reward that calls os._exit, say."""
+    with pytest.raises(RankError):
+        played.run(played.dies(2, 0), played.dies(0, PeerError.exit_code))
+    assert played.page.read("over") == 1
+    assert "rank 2 has ended before the trainers were done" in capsys.readouterr().err
+
+
+def test_what_keeps_a_rollouter_from_starting_is_raised(played: Played) -> None:
+    played.fails = OSError("too many open files")
+    with pytest.raises(OSError, match="too many open files"):
+        played.run(played.dies(2))
 
 
 def test_the_third_death_without_an_answer_ends_the_run(played: Played) -> None:
@@ -133,13 +190,23 @@ def test_how_rollouters_end_once_the_run_is_done_is_no_failure(played: Played) -
     assert played.started == []
 
 
-def test_those_that_were_started_again_are_told_to_stop_by_the_trainers(played: Played) -> None:
-    def stop() -> None:
-        signal.raise_signal(signal.SIGTERM)
+def test_signals_reach_those_that_came_back_once_they_have_answered(played: Played) -> None:
+    with pytest.raises(Interrupted):
+        played.run(played.dies(1), played.answers, played.stop)
+    assert [rank.heard for rank in played.ranks] == [[signal.SIGTERM]] * 3
+
+
+def test_a_signal_ends_those_that_have_not_and_the_trainers_are_told(played: Played) -> None:
+    """They write a checkpoint, for which they have time."""
+    played.ranks[0].is_held = True
+
+    def check() -> None:
+        assert [rank.heard for rank in played.ranks] == [[signal.SIGTERM], *[[signal.SIGKILL]] * 2]
+        assert [rank.exit_code for rank in played.ranks] == [None, 0, 0]
+        assert played.page.read("over") == 1
 
     with pytest.raises(Interrupted):
-        played.run(played.dies(1), stop)
-    assert [rank.heard for rank in played.ranks] == [[signal.SIGTERM], [], []]
+        played.run(played.dies(1), played.stop, check, played.dies(0, PeerError.exit_code))
 
 
 def test_a_rank_reads_the_page_that_the_launcher_has_made(played: Played) -> None:

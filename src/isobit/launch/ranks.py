@@ -45,8 +45,10 @@ class Rank(ABC):
         """Once it has ended; negative: a signal's number."""
         self.hears_signals = True
         """Whether signals to the launcher reach it: of one that was started again they do not,
-        since the others tell it when they stop, and it may not answer any yet.
+        before it has answered, since it may not know yet what to do about them.
         """
+        self.may_return = False
+        """Whether its end is no failure yet, since it may be started again."""
         self._was_ended = False
 
     @property
@@ -180,7 +182,7 @@ class Ranks:
             self._replace(asked or self._signal is not None)
             running = [rank for rank in self._ranks if rank.exit_code is None]
             now = time.monotonic()
-            failed = [rank for rank in self._ranks if rank.exit_code]
+            failed = [rank for rank in self._ranks if rank.exit_code and not rank.may_return]
             if failed and ask_at is None:
                 ask_at = now + (orderly_s if self._in_order(failed[0]) else 0)
             if ask_at is not None and now >= ask_at and not asked:

@@ -113,7 +113,7 @@ class Parts:
 
     def come(self, check: Callable[[], None]) -> bool:
         """Rollouters: where they have come back, say so, and meet the trainers; False where the
-        run is done.  Raises what ``check`` raises while they wait.
+        run is done, or ends.  Raises what ``check`` raises while they wait.
         """
         root = self._root
         if not self.has_come_back or root is None or root.page is None:
@@ -122,7 +122,7 @@ class Parts:
         self.board.add(_ready(start), 1)
         with root.pulse.waiting("the trainers"):
             while self.board.read(_comes(start)) is None:
-                if root.page.read("done"):
+                if root.page.read("done") or root.page.read("over"):
                     return False
                 check()
                 time.sleep(_LOOK_S)
@@ -165,7 +165,7 @@ class Parts:
             if page.read("over"):
                 raise PeerError(self.trainers, "rollouters have died, and do not come back")
             if time.monotonic() >= until:
-                raise PeerError(None, f"no rollouters are back after {_BACK_S:.0f} s")
+                raise PeerError(self.trainers, f"no rollouters are back after {_BACK_S:.0f} s")
             if page.read("starts") > start:
                 start, until = page.read("starts"), time.monotonic() + _BACK_S
             if start > self._last and self.board.add(_ready(start), 0) == page.rollouters:

@@ -157,8 +157,11 @@ class Processes:
         with self.pulse.waiting("a meeting"), _peers():
             while thread.is_alive():
                 thread.join(_LOOK_S)
-                if self.page is not None and self.page.read("starts") > start and not made:
-                    raise PeerError(None, "the rollouters have started again")
+                page = self.page
+                if page is None or made:
+                    continue
+                if page.read("starts") > start or page.read("over"):
+                    raise PeerError(None, "the rollouters are gone")
             if errors:
                 raise errors[0]
         self.meeting = made[0]

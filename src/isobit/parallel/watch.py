@@ -180,6 +180,7 @@ class Watch:
         """The ranks that the launcher starts again: their end is not the watch's to find."""
         self._diagnosis = Diagnosis(self._limits, self._ranks)
         self._signs: dict[int, Sign] = {}
+        self._is_over = False  # whether no rollouters come back, as of the last look
         self._is_to_end = False  # whether to end this rank once it waits
         self._is_closing = False
         self._over = threading.Event()
@@ -259,10 +260,15 @@ class Watch:
         return Verdict(**json.loads(note)) if note is not None else None
 
     def _break_off(self) -> None:
-        """End what waits for rollouters that the launcher has started again."""
+        """End what waits for rollouters that are gone.  Those that do not come back may have said
+        why before they ended: what is under way has until the next look.
+        """
         page, meeting = self._world.page, self._world.meeting
-        if page is not None and meeting is not None and page.read("starts") > meeting.start:
+        if page is None or meeting is None:
+            return
+        if page.read("starts") > meeting.start or self._is_over:
             meeting.break_off()
+        self._is_over = bool(page.read("over"))
 
     def _diagnose(self, now: float) -> Verdict | None:
         """This rank's verdict, posted for all unless another rank was faster."""

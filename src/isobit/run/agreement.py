@@ -39,20 +39,28 @@ def check_machines(world: World, device: torch.device) -> None:
 
 
 def check_alike(every: Sequence[dict[str, Any]]) -> None:
-    """Refuse machines, by rank, of which one differs in anything but its ``host``."""
+    """Refuse machines, by rank, of which one differs in anything but its ``host``, or has read
+    other ``inputs`` of the run.
+    """
     every = [dict(one) for one in every]
     hosts = [one.pop("host") for one in every]
     differs = _first_difference(every)
-    if differs is not None:
-        rank, key, theirs, firsts = differs
-        raise raised_on_all(
-            ConfigError(
-                f"rank {rank} on {hosts[rank]} has {key} {theirs!r}, rank 0 on {hosts[0]} "
-                f"{firsts!r}, and the bits of a run would depend on which rank computes what; make "
-                "them alike"
-                + (" (the key threads of the recipe)" if key == "device.threads" else "")
-            )
+    if differs is None:
+        return
+    rank, key, theirs, firsts = differs
+    who = f"rank {rank} on {hosts[rank]} has"
+    if key.startswith("inputs."):
+        problem = (
+            f"{who} read another {key.removeprefix('inputs.')} than rank 0 has: it has changed "
+            "since the run began; put it back, and go on with --resume"
         )
+    else:
+        problem = (
+            f"{who} {key} {theirs!r}, rank 0 on {hosts[0]} {firsts!r}, and the bits of a run would "
+            "depend on which rank computes what; make them alike"
+            + (" (the key threads of the recipe)" if key == "device.threads" else "")
+        )
+    raise raised_on_all(ConfigError(problem))
 
 
 def _first_difference(every: Sequence[Mapping[str, Any]]) -> tuple[int, str, Any, Any] | None:

@@ -315,7 +315,7 @@ class RlRun(Run[RunConfig, RlData]):
     def check_machines(self) -> None:
         super().check_machines()
         if self.rollouters is not None:
-            self.rollouters.check_machines(self.model.policy.device)
+            self.rollouters.check_machines(self.model.policy.device, self.inputs)
 
     def prove(self) -> None:
         """Fill each B of LoRA with small numbers, before the first step, sample some tokens, and

@@ -102,7 +102,7 @@ def sample_for_trainers(recipe: ResolvedRecipe[RunConfig], rollouters: Rollouter
         with interruption:
             if not rollouters.come(interruption.check):
                 return
-            rollouters.check_machines(run.model.policy.device)
+            rollouters.check_machines(run.model.policy.device, run.inputs)
             while (asked := rollouters.wait(run.model.policy, interruption.check)) is not None:
                 rollouters.answer(partial(_sampled, run, rollouters, asked))
                 if run.free_batches is not None:

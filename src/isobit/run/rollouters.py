@@ -130,6 +130,8 @@ class Rollouters:
         self._asked: list[Question] = []
         """What rollouters that come back are asked again: the last is not answered yet."""
         self._kept: KeptWeights | None = None
+        self._checked: dict[str, Any] = {}
+        """What is alike on all ranks."""
         self._is_over = False
         self._passed_on: int | None = None
 
@@ -144,25 +146,27 @@ class Rollouters:
         """
         return self._parts.come(check)
 
-    def check_machines(self, device: torch.device) -> None:
+    def check_machines(self, device: torch.device, inputs: Mapping[str, str]) -> None:
         """All, before anything is sampled: refuse machines whose class of bits is not the first
-        trainer's.  A rollouter compares its samples with its own forward, which would not show it.
+        trainer's, and of those that have come back ``inputs`` of the run that have changed.  A
+        rollouter compares its samples with its own forward, which would show neither.
         """
+        bits = environment(device)["bits"]
+        self._checked = {"host": self.mine.host, "bits": bits, "inputs": dict(inputs)}
         if self.is_rollouter:
-            self._check_machines(device)
-        elif not self._parts.reached(lambda: self._check_machines(device)):
-            self._meet_next(device)
+            self._check_alike()
+        elif not self._parts.reached(self._check_alike):
+            self._meet_next()
 
-    def _check_machines(self, device: torch.device) -> None:
-        mine = {"host": self.mine.host, "bits": environment(device)["bits"]}
-        check_alike(self._meet(lambda: mine))
+    def _check_alike(self) -> None:
+        check_alike(self._meet(lambda: self._checked))
 
-    def _meet_next(self, device: torch.device) -> None:
+    def _meet_next(self) -> None:
         """Trainers: meet rollouters that have come back."""
         while True:
             self._parts.next_whole()
             self._passed_on, self.have_open_groups = None, False
-            if self._parts.reached(lambda: self._check_machines(device)):
+            if self._parts.reached(self._check_alike):
                 return
 
     def ask(self, policy: Policy, question: Question, follows: bool = False) -> None:
@@ -195,7 +199,7 @@ class Rollouters:
         the weights of its question.
         """
         while True:
-            self._meet_next(policy.device)
+            self._meet_next()
             assert self._kept is not None
             with self._kept.in_place():
                 if self._repeat(policy):
