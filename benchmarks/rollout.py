@@ -6,6 +6,7 @@ model and random weights.
     python -m benchmarks.rollout vllm --mode fp8 [--log-probs short,long] ... --out DIR
     python -m benchmarks.rollout floor --precision fp8 ... --out DIR
     python -m benchmarks.rollout steps --precisions fp8,int8 --counts 1,8,32,128 --out DIR
+    python -m benchmarks.rollout steps-vllm --mode bf16 --counts 1,8,32,128 --out DIR
     python -m benchmarks.rollout table DIR          # markdown, and DIR/table.json
 
 CASES are some of prefill,short,long,context, which are the default, and ragged, whose lengths are
@@ -73,7 +74,10 @@ def make_commands() -> Commands:
         command.add_argument("--cases", type=cases, default=chosen)
     each = commands.add("steps", steps)
     each.add_argument("--precisions", type=names_of(MODES, "precisions"), required=True)
-    each.add_argument("--counts", type=_counts, default=[1, 8, 32, 128])
+    theirs = commands.add("steps-vllm", peer_steps)
+    theirs.add_argument("--mode", choices=tuple(PEER), required=True)
+    for command in (each, theirs):
+        command.add_argument("--counts", type=_counts, default=[1, 8, 32, 64, 128])
     commands.add_table(run_table)
     return commands
 
@@ -99,6 +103,12 @@ def steps(arguments: argparse.Namespace) -> None:
     from benchmarks.rollout_engines import run_steps
 
     run_steps(arguments.precisions, arguments.shape, arguments.counts, arguments.out)
+
+
+def peer_steps(arguments: argparse.Namespace) -> None:
+    from benchmarks.rollout_engines import run_peer_steps
+
+    run_peer_steps(arguments.mode, arguments.shape, arguments.counts, arguments.out)
 
 
 def peer(arguments: argparse.Namespace) -> None:

@@ -13,9 +13,10 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -31,11 +32,12 @@ from benchmarks.cases import (
     precision_of,
     rollout_prompts,
 )
-from benchmarks.common import RowWriter, card_memory_gib, measure_card, versions
+from benchmarks.common import Row, RowWriter, card_memory_gib, measure_card, versions
 from benchmarks.rollout_floor import step_bytes
 from isobit.config.rollout import RolloutConfig
 from isobit.launch.local import launch
 from isobit.launch.own_rank import as_rank
+from isobit.models.config import ModelConfig
 from isobit.models.function import SampledPolicy
 from isobit.models.policy import Policy, random_masters
 from isobit.models.policy_share import PolicyShare
@@ -126,25 +128,46 @@ STEPS = 256  # that are timed, behind the first 24
 
 def run_steps(modes: Sequence[str], shape: str, counts: Sequence[int], out: Path) -> None:
     """Milliseconds of a decode step of so many sequences in each flow, one after the other on one
-    card: the lesser of two runs of ``STEPS`` more new tokens behind prompts of ``STEP_PROMPT``.
-    Its floor is the bytes of weights, lm_head and KV cache that it reads, at the copy bandwidth.
+    card, without guesses: the lesser of two runs of ``STEPS`` more new tokens behind prompts of
+    ``STEP_PROMPT``.  Its floor is the bytes of weights, lm_head and KV cache that it reads, at the
+    copy bandwidth.
     """
     card = measure_card()
     for mode in modes:
-        policy, engine = start(mode, shape)
+        policy, engine = start(mode, shape, speculation=0)
         writer = RowWriter(out, "steps", mode, shape, card, native_versions())
-        for count in counts:
-            case = RolloutCase(count, STEP_PROMPT, 24 + STEPS)
-            prompts = rollout_prompts(case, policy.config.vocab_size)
-            seconds_to_complete(engine, prompts, 24)
-            few = seconds_to_complete(engine, prompts, 24)
-            many = min(seconds_to_complete(engine, prompts, case.new_tokens) for _ in range(2))
-            read = step_bytes(policy.config, mode, count, STEP_PROMPT + 24 + STEPS // 2)
-            floor = 1e3 * read / (card["copy_tb_per_s"] * 1e12)
-            step = 1e3 * (many - few) / STEPS
-            writer.write(case=f"step-{count}", step_ms=step, floor_ms=floor)
+        time_steps(partial(seconds_to_complete, engine), policy.config, mode, counts, card, writer)
         del policy, engine
         torch.cuda.empty_cache()
+
+
+def run_peer_steps(mode: str, shape: str, counts: Sequence[int], out: Path) -> None:
+    """The same of vLLM."""
+    card = measure_card()
+    writer = RowWriter(out, "steps-vllm", mode, shape, card, peer_versions())
+    with peer_engine(mode, shape, MODEL_LENGTH) as llm:
+        time_steps(partial(peer_seconds, llm), model_shape(shape), mode, counts, card, writer)
+
+
+def time_steps(
+    seconds: Callable[[Sequence[Sequence[int]], int], float],
+    config: ModelConfig,
+    mode: str,
+    counts: Sequence[int],
+    card: Row,
+    writer: RowWriter,
+) -> None:
+    """A row for each number of sequences; ``seconds(prompts, new_tokens)`` is what a run takes."""
+    for count in counts:
+        case = RolloutCase(count, STEP_PROMPT, 24 + STEPS)
+        prompts = rollout_prompts(case, config.vocab_size)
+        seconds(prompts, 24)
+        few = seconds(prompts, 24)
+        many = min(seconds(prompts, case.new_tokens) for _ in range(2))
+        read = step_bytes(config, mode, count, STEP_PROMPT + 24 + STEPS // 2)
+        floor = 1e3 * read / (card["copy_tb_per_s"] * 1e12)
+        step = 1e3 * (many - few) / STEPS
+        writer.write(case=f"step-{count}", step_ms=step, floor_ms=floor)
 
 
 def start(

@@ -8,7 +8,6 @@
 # Tests, starts and vLLM's installation share the card; then each timing has it alone; tests fill what is left.
 . experiments/sitting/environment.sh
 cd $TREE || exit 1; export CUDA_MPS_PIPE_DIRECTORY=/tmp/none; out=/tmp/whole/rows; mkdir -p $out
-run() { name=$1; shift; timeout ${LIMIT:-300} python3 -m "$@" > $out/$name.jsonl 2> $out/$name.log; status=$?; since "$name: $status"; return $status; }
 # PRECISION CASE RECOMPUTE TOKENS: fewer tokens a micro-batch where more do not fit; the row says so.
 steps() {
   precision=$1 case=$2 recompute=$3 several=$4; shift 4
@@ -31,15 +30,13 @@ REST=$(named gemm linear_backward int8_backward quantise publish sampling log_pr
 tests hopper 180 "$ENGINES $REST" & shared+=($!); tests triton 180 "$REST" & shared+=($!)
 start 27m & shared+=($!); start 108m & shared+=($!)
 wait "${shared[@]}"
-[ -e /tmp/vllm/whole ] && python3 -m pip install -q --no-index --no-deps --target /tmp/vllm/site /tmp/vllm/whl/*.whl
-[ -e /tmp/vllm/whole ] && tar xJf /tmp/vllm/vllm_py.tar.xz -C /tmp/vllm/site && cat /tmp/vllm/vllm_C.tar.xz.* | tar xJf - -C /tmp/vllm/site/vllm; since "vLLM: $?"
+install_vllm
 run prewarm benchmarks.prewarm
 steps int8 2k none "4608"
 steps fp8 2k none "6912 4608"
 steps int8 8k mlp "16896 8448" --speculation 0
 steps fp8 8k mlp "16896 8448"
-export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_DEEP_GEMM_WARMUP=skip
-[ -e /tmp/vllm/whole ] && PYTHONPATH=$PYTHONPATH:/tmp/vllm/site LIMIT=480 run vllm benchmarks.end_to_end rollout-vllm --cases 2k --out $out/steps
+LIMIT=480 with_vllm run vllm benchmarks.end_to_end rollout-vllm --cases 2k --out $out/steps
 LIMIT=420 run transformers benchmarks.end_to_end train-transformers --cases 2k --sequences 32 --out $out/steps
 python3 -m benchmarks.end_to_end table $out/steps
 for size in 27m 108m; do for task in multiply gsm; do guesses $size $task; done; done
