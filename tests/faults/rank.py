@@ -4,6 +4,8 @@ itself the signal; from the places of rank 0, that one sends it.
 
 Of ``PLACE,PLACE`` with ``CALL,CALL`` each start meets the next, and those after the last none; how
 many have begun is the size of the file ``STARTS``.
+
+With the variable ``ACTS`` the turns of a random model are calls of tools.
 """
 
 import os
@@ -15,12 +17,14 @@ from typing import Any
 from isobit.cli.main import main
 from isobit.models.policy import Policy
 from isobit.models.published import PublishedWeights
+from isobit.rollout import episodes
 from isobit.rollout.native import NativeEngine
 from isobit.run import loop, rollouter_process
 from isobit.run.grading import RecordedGrading
 from isobit.run.rl_run import RlRun
 from isobit.run.rollouters import Rollouters
 from isobit.training.trainer import Trainer
+from tests.run import acting
 
 PLACES: dict[str, tuple[Any, str]] = {
     "rollout": (NativeEngine, "step"),
@@ -76,6 +80,8 @@ def kill_victim(number: int) -> None:
 if __name__ == "__main__":
     ends = list(zip(sys.argv[1].split(","), map(int, sys.argv[2].split(",")), strict=True))
     number = int(sys.argv[3])
+    if "ACTS" in os.environ:
+        episodes.read_turn = acting.reading(acting.parse)
     if os.environ["RANK"] == os.environ.get("VICTIM", "1"):
         for place, call in ends[begun(os.getpid()) :][:1]:
             if place in PLACES:
