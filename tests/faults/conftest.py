@@ -158,8 +158,11 @@ def outcome() -> Callable[[Path], dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(shared_values: dict[str, Any]) -> Path:
-    """A run that nothing happens to, with the checkpoints of steps 4 and 6; it is not changed."""
+def uninterrupted(shared_values: dict[str, Any], place: Path) -> Path:
+    """A run that nothing happens to, with the checkpoints of steps 4 and 6; it is not changed.  A
+    hook left by a test is removed.
+    """
+    (place / "hook.py").unlink(missing_ok=True)
     config = RunConfig.model_validate(shared_values)
     train(config)
     return config.output

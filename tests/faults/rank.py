@@ -5,7 +5,8 @@ itself the signal; from the places of rank 0, that one sends it.
 Of ``PLACE,PLACE`` with ``CALL,CALL`` each start meets the next, and those after the last none; how
 many have begun is the size of the file ``STARTS``.
 
-With the variable ``ACTS`` the turns of a random model are calls of tools.
+With the variable ``ACTS`` the turns of a random model are calls of tools; with ``UNGRADED`` the
+first start of the victim waits in vain for the rewards of the group about which it asks first.
 """
 
 import os
@@ -17,6 +18,8 @@ from typing import Any
 from isobit.cli.main import main
 from isobit.models.policy import Policy
 from isobit.models.published import PublishedWeights
+from isobit.records.schedule import Name
+from isobit.records.text import Group
 from isobit.rollout import episodes
 from isobit.rollout.native import NativeEngine
 from isobit.run import loop, rollouter_process
@@ -72,6 +75,20 @@ def begun(process: int) -> int:
         return file.tell() - 1
 
 
+def leave_first_ungraded() -> None:
+    """A group that is asked about before all others is never found to be graded."""
+    is_done, first = RecordedGrading.is_done, list[Name]()
+
+    def asked(self: RecordedGrading, group: Group) -> bool:
+        name = group.prompt.id, group.visit
+        if not first:
+            first.append(name)
+        return name not in first and is_done(self, group)
+
+    kind: Any = RecordedGrading
+    kind.is_done = asked
+
+
 def kill_victim(number: int) -> None:
     """By another rank."""
     os.kill(int(Path(f"{os.environ['STARTS']}.process").read_text()), number)
@@ -83,7 +100,10 @@ if __name__ == "__main__":
     if "ACTS" in os.environ:
         episodes.read_turn = acting.reading(acting.parse)
     if os.environ["RANK"] == os.environ.get("VICTIM", "1"):
-        for place, call in ends[begun(os.getpid()) :][:1]:
+        start = begun(os.getpid())
+        if start == 0 and "UNGRADED" in os.environ:
+            leave_first_ungraded()
+        for place, call in ends[start:][:1]:
             if place in PLACES:
                 meet(PLACES[place], call, lambda: os.kill(os.getpid(), number))
     if os.environ["RANK"] == "0":

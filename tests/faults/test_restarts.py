@@ -228,6 +228,33 @@ def trained(root: Path) -> list[list[list[Any]]]:
     return [names for names in graded if names[0][0].startswith("train")]
 
 
+@pytest.mark.parametrize(
+    "moment", [{"idle": 3}, pytest.param({"learning": 1}, marks=pytest.mark.exhaustive)], ids=str
+)
+def test_a_batch_that_only_its_line_names_is_drawn_again(
+    moment: dict[str, int],
+    command: Callable[[dict[str, int]], list[str]],
+    uninterrupted: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first start waits in vain for the first group's rewards, and so hands over a batch that
+    the second one, which need not wait, would not choose.  It dies before the trainers begin to
+    learn from it: the second one could draw on beside them.
+    """
+    monkeypatch.setenv("UNGRADED", "1")
+    words, root = command(moment), tmp_path / "run"
+    words += ["--async.lag", "0", "--async.max_staleness", "2"]
+    words += ["--rollout.max_sequences", "4", "--rollout.max_new_tokens", "40"]
+    words += ["--training.steps", "3"]
+    code, said = ended(words, tmp_path / "log")
+    assert code == 0, said
+    assert said.count("the rollouters are started again") == 1
+    first_prompts = trained(uninterrupted)[0]
+    assert json_lines(root / "schedule.jsonl")[0]["learns"] != first_prompts
+    check_counted_once(root, steps=3)
+
+
 def start_again(words: list[str], restarts: int) -> None:
     """Under our launcher, in a process of its own."""
     with_restarts(lambda words, _: launch(words, 2, threads=1), words, restarts)

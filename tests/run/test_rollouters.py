@@ -342,3 +342,12 @@ def test_a_repeat_that_differs_is_refused(said: str, groups: str, question: Ques
     question.take_repeated(answered(["said"]))
     with pytest.raises(MismatchError, match="drawn another batch"):
         question.take_repeated(answered([said], groups))
+
+
+@pytest.mark.parametrize("schedule", [[], ["another"], ["line", "another"]])
+def test_a_step_that_is_not_drawn_again_as_its_line_says_is_refused(
+    schedule: list[str], question: Question
+) -> None:
+    question.take_repeated(answered(["said"]))
+    with pytest.raises(MismatchError, match="than the line of the step says"):
+        question.completed(answered([], schedule=schedule))

@@ -91,6 +91,8 @@ class Question:
     more: Callable[[], Mapping[str, Any]] = dict
     """What those need to know beside it who have come back, and have sampled nothing yet."""
     answer: Mapping[str, Any] | None = None
+    is_repeated: bool = False
+    """Whether those who have come back have answered it, too."""
     late_answers: Sequence[str] = ()
     """What an environment has said, of which only the second answer has a line."""
 
@@ -128,13 +130,25 @@ class Question:
                 "step learns from: tools of the environment said something else, or the machine "
                 "is faulty; go on with --resume"
             )
+        self.is_repeated = True
         if not given["answers"]:
             self.late_answers = said
             self.answer = {**self.answer, "given": {**given, "answers": said}}
 
     def completed(self, following: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The answer that follows from this one, with what only the second one had."""
+        """The answer that follows from this one, with what only the second one had.  Raises
+        MismatchError where more, or less, was drawn than the line of the step says, by which the
+        second one was drawn.
+        """
+        if self.answer is None or not self.is_repeated:
+            return following
         given = following["given"]
+        if given["schedule"] != [self.answer["line"]]:
+            raise MismatchError(
+                "rollouters that have come back have drawn more or fewer tokens than the line of "
+                "the step says that they draw again: the machine is faulty, or this is an error of "
+                "Isobit; go on with --resume"
+            )
         return {**following, "given": {**given, "answers": [*self.late_answers, *given["answers"]]}}
 
 
