@@ -2,11 +2,13 @@
 
 import copy
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from isobit.config.recipes import RunConfig
 from isobit.run.loop import train
@@ -28,6 +30,7 @@ def reward(prompt, completion):
 '''
 
 
+PROGRAM = str(Path(__file__).with_name("rank.py"))
 HANG_S = 1800
 """A test of this folder that has not ended by then hangs.  No slow machine may come near: tests
 start processes here, wait for what these do, and take minutes under load.
@@ -155,8 +158,11 @@ def outcome() -> Callable[[Path], dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(shared_values: dict[str, Any]) -> Path:
-    """A run that nothing happens to, with the checkpoints of steps 4 and 6; it is not changed."""
+def uninterrupted(shared_values: dict[str, Any], place: Path) -> Path:
+    """A run that nothing happens to, with the checkpoints of steps 4 and 6; it is not changed.  A
+    hook left by a test is removed.
+    """
+    (place / "hook.py").unlink(missing_ok=True)
     config = RunConfig.model_validate(shared_values)
     train(config)
     return config.output
@@ -166,3 +172,23 @@ def uninterrupted(shared_values: dict[str, Any]) -> Path:
 def expected(uninterrupted: Path, outcome: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """Its outcome."""
     return outcome(uninterrupted)
+
+
+@pytest.fixture
+def command(
+    values: dict[str, Any], tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[dict[str, int]], list[str]]:
+    """``rank.py`` with a run of one trainer and one rollouter, in ``tmp_path / "run"``, and with
+    where the rollouter dies in each start.
+    """
+    (place / "hook.py").unlink(missing_ok=True)
+    recipe = tmp_path / "recipe.toml"
+    run = {"output": str(tmp_path / "run"), "async": {"lag": 1}, "cluster": {"rollouters": 1}}
+    recipe.write_text(tomli_w.dumps({**values, **run}), encoding="utf-8")
+    monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
+
+    def of(ends: dict[str, int]) -> list[str]:
+        calls = ",".join(map(str, ends.values()))
+        return [PROGRAM, ",".join(ends), calls, str(int(signal.SIGKILL)), "train", str(recipe)]
+
+    return of

@@ -4,7 +4,11 @@ itself the signal; from the places of rank 0, that one sends it.
 
 Of ``PLACE,PLACE`` with ``CALL,CALL`` each start meets the next, and those after the last none; how
 many have begun is the size of the file ``STARTS``.  Of ``SIGNAL,SIGNAL`` too, where there is more
-than one.  The file that the variable EDITED names has a line more from the second start on.
+than one.
+
+The file that the variable ``EDITED`` names has a line more from the second start on.  With ``ACTS``
+the turns of a random model are calls of tools; with ``UNGRADED`` the first start of the victim
+waits in vain for the rewards of the group about which it asks first.
 """
 
 import os
@@ -18,12 +22,16 @@ from isobit.models.policy import Policy
 from isobit.models.published import PublishedWeights
 from isobit.parallel import processes
 from isobit.parallel.parts import Parts
+from isobit.records.schedule import Name
+from isobit.records.text import Group
+from isobit.rollout import episodes
 from isobit.rollout.native import NativeEngine
 from isobit.run import loop, rollouter_process
 from isobit.run.grading import RecordedGrading
 from isobit.run.rl_run import RlRun
 from isobit.run.rollouters import Rollouters
 from isobit.training.trainer import Trainer
+from tests.run import acting
 
 PLACES: dict[str, tuple[Any, str]] = {
     "rollout": (NativeEngine, "step"),
@@ -73,6 +81,20 @@ def begun(process: int) -> int:
         return file.tell() - 1
 
 
+def leave_first_ungraded() -> None:
+    """A group that is asked about before all others is never found to be graded."""
+    is_done, first = RecordedGrading.is_done, list[Name]()
+
+    def asked(self: RecordedGrading, group: Group) -> bool:
+        name = group.prompt.id, group.visit
+        if not first:
+            first.append(name)
+        return name not in first and is_done(self, group)
+
+    kind: Any = RecordedGrading
+    kind.is_done = asked
+
+
 def kill_victim(number: int) -> None:
     """By another rank."""
     os.kill(int(Path(f"{os.environ['STARTS']}.process").read_text()), number)
@@ -88,9 +110,13 @@ def edit(start: int) -> None:
 if __name__ == "__main__":
     ends = list(zip(sys.argv[1].split(","), map(int, sys.argv[2].split(",")), strict=True))
     numbers = [int(number) for number in sys.argv[3].split(",")]
+    if "ACTS" in os.environ:
+        episodes.read_turn = acting.reading(acting.parse)
     if os.environ["RANK"] == os.environ.get("VICTIM", "1"):
         start = begun(os.getpid())
         edit(start)
+        if start == 0 and "UNGRADED" in os.environ:
+            leave_first_ungraded()
         number = (numbers * len(ends) if len(numbers) == 1 else numbers)[start : start + 1]
         for place, call in ends[start : start + 1]:
             if place in PLACES:

@@ -198,6 +198,9 @@ ROWS: dict[int, Row] = {
             "faults/test_restarts.py::test_rollouters_die_and_the_trainers_go_on",
             "faults/test_restarts.py::"
             "test_rollouters_that_draw_freely_die_and_each_trajectory_counts_once",
+            "faults/test_restarts.py::test_a_batch_that_only_its_line_names_is_drawn_again",
+            "faults/test_environment_restarts.py::"
+            "test_what_tools_have_said_is_recorded_once_however_rollouters_die",
             "launch/test_rollouter_restarts.py::"
             "test_all_rollouters_are_started_again_where_one_was_killed",
             "faults/test_restarts.py::test_our_launcher",

@@ -26,8 +26,6 @@ from tests.forked_ranks import forked
 from tests.tiny import json_lines
 from tests.worlds import free_port
 
-PROGRAM = str(Path(__file__).with_name("rank.py"))
-
 
 @pytest.fixture(scope="session")
 def expected_ahead(
@@ -41,26 +39,6 @@ def expected_ahead(
             ahead = {**shared_values, "output": root, "async": {"lag": 1}}
             train(RunConfig.model_validate(ahead))
         return without_the_machine(outcome(root))
-
-    return of
-
-
-@pytest.fixture
-def command(
-    values: dict[str, Any], tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[dict[str, int]], list[str]]:
-    """``rank.py`` with a run of one trainer and one rollouter, in ``tmp_path / "run"``, and with
-    where the rollouter dies in each start.
-    """
-    (place / "hook.py").unlink(missing_ok=True)
-    recipe = tmp_path / "recipe.toml"
-    run = {"output": str(tmp_path / "run"), "async": {"lag": 1}, "cluster": {"rollouters": 1}}
-    recipe.write_text(tomli_w.dumps({**values, **run}), encoding="utf-8")
-    monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
-
-    def of(ends: dict[str, int]) -> list[str]:
-        calls = ",".join(map(str, ends.values()))
-        return [PROGRAM, ",".join(ends), calls, str(int(signal.SIGKILL)), "train", str(recipe)]
 
     return of
 
@@ -277,15 +255,52 @@ def test_rollouters_that_draw_freely_die_and_each_trajectory_counts_once(
     code, said = ended(words, log, size, rollouters)
     assert code == 0, said
     assert said.count("the rollouters are started again") == len(FREELY[moment])
+    check_counted_once(root)
+
+
+def check_counted_once(root: Path, steps: int = 6) -> None:
+    """What is left is one run of each trajectory once, which is repeated to the last bit."""
     lines = json_lines(root / "schedule.jsonl")
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines] == [*range(1, steps + 1)]
     learnt = [name for line in lines for name in line["learns"]]
-    assert len({tuple(name) for name in learnt}) == len(learnt) == 6 * 4
-    graded = [line["prompts"] for line in json_lines(root / "rewards.jsonl")]
-    assert [name for names in graded if names[0][0].startswith("train") for name in names] == learnt
+    assert len({tuple(name) for name in learnt}) == len(learnt) == steps * 4
+    assert [name for names in trained(root) for name in names] == learnt
     metrics = [line for line in json_lines(root / "metrics.jsonl") if "loss" in line]
     assert sum(line["log_prob_diff/tokens_differing"] for line in metrics) == 0
     assert replay(root, say=lambda _: None).differences == []
+
+
+def trained(root: Path) -> list[list[list[Any]]]:
+    """The prompts of each grading of a step, in the order of the run."""
+    graded = [line["prompts"] for line in json_lines(root / "rewards.jsonl")]
+    return [names for names in graded if names[0][0].startswith("train")]
+
+
+@pytest.mark.parametrize(
+    "moment", [{"idle": 3}, pytest.param({"learning": 1}, marks=pytest.mark.exhaustive)], ids=str
+)
+def test_a_batch_that_only_its_line_names_is_drawn_again(
+    moment: dict[str, int],
+    command: Callable[[dict[str, int]], list[str]],
+    uninterrupted: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first start waits in vain for the first group's rewards, and so hands over a batch that
+    the second one, which need not wait, would not choose.  It dies before the trainers begin to
+    learn from it: the second one could draw on beside them.
+    """
+    monkeypatch.setenv("UNGRADED", "1")
+    words, root = command(moment), tmp_path / "run"
+    words += ["--async.lag", "0", "--async.max_staleness", "2"]
+    words += ["--rollout.max_sequences", "4", "--rollout.max_new_tokens", "40"]
+    words += ["--training.steps", "3"]
+    code, said = ended(words, tmp_path / "log")
+    assert code == 0, said
+    assert said.count("the rollouters are started again") == 1
+    first_prompts = trained(uninterrupted)[0]
+    assert json_lines(root / "schedule.jsonl")[0]["learns"] != first_prompts
+    check_counted_once(root, steps=3)
 
 
 def start_again(words: list[str], restarts: int) -> None:

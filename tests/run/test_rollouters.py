@@ -20,7 +20,8 @@ from isobit.run import loop, rollouter_process
 from isobit.run.free_batches import FreeBatches
 from isobit.run.loop import train
 from isobit.run.rollouter_process import train_by_ranks
-from isobit.util.errors import ConfigError, Interrupted, RewardError
+from isobit.run.rollouters import Question
+from isobit.util.errors import ConfigError, Interrupted, MismatchError, RewardError
 from tests.run.test_ranks import left_by, write_model
 from tests.worlds import in_world
 
@@ -298,3 +299,55 @@ def test_an_error_under_a_free_schedule_ends_all_and_the_run_goes_on(
     assert {name: [of[name][0] for of in found[:2]] for name in expected} == expected
     for name in expected:
         assert replay(tmp_path / name, say=lambda _: None).differences == [], name
+
+
+def answered(answers: list[str], groups: str = "drawn", schedule: list[str] | None = None) -> Any:
+    """What rollouters answer, as far as it is read of questions that are asked again."""
+    given = {"gradings": ["graded"], "answers": answers, "schedule": schedule or []}
+    return {"batch": {"groups": groups}, "line": "line", "given": given}
+
+
+@pytest.fixture
+def question() -> Question:
+    """An answered one for a batch, where the record still has what tools said in two steps."""
+    ahead = {"gradings": [], "answers": ["said", "later"], "schedule": []}
+    return Question({"ahead": ahead}, answer=answered([]))
+
+
+def test_what_tools_have_said_comes_once_where_only_repeats_have_recorded_it(
+    question: Question,
+) -> None:
+    following = answered([], schedule=["line"])
+    assert question.completed(following) == following
+    assert (
+        Question({"ahead": answered([])["given"]}).behind(question)["ahead"] == following["given"]
+    )
+    recorded = {"gradings": ["graded"], "schedule": ["line"]}
+    assert question.again()["ahead"] == {**recorded, "answers": ["said", "later"]}
+    for _ in range(2):
+        question.take_repeated(answered(["said"]))
+        assert question.again()["ahead"] == {**recorded, "answers": ["said"]}
+    assert question.completed(following) == answered(["said"], schedule=["line"])
+
+
+def test_what_the_first_answer_has_recorded_does_not_come_again(question: Question) -> None:
+    question.answer = answered(["said"])
+    question.take_repeated(answered(["said"]))
+    following = answered([], schedule=["line"])
+    assert question.completed(following) == following
+
+
+@pytest.mark.parametrize(("said", "groups"), [("other", "drawn"), ("said", "others")])
+def test_a_repeat_that_differs_is_refused(said: str, groups: str, question: Question) -> None:
+    question.take_repeated(answered(["said"]))
+    with pytest.raises(MismatchError, match="drawn another batch"):
+        question.take_repeated(answered([said], groups))
+
+
+@pytest.mark.parametrize("schedule", [[], ["another"], ["line", "another"]])
+def test_a_step_that_is_not_drawn_again_as_its_line_says_is_refused(
+    schedule: list[str], question: Question
+) -> None:
+    question.take_repeated(answered(["said"]))
+    with pytest.raises(MismatchError, match="than the line of the step says"):
+        question.completed(answered([], schedule=schedule))

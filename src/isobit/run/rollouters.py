@@ -38,14 +38,16 @@ trainers lose nothing: they have the order of prompts, the records, the open gro
 memory the weights of the last question, as they were.  They send these and ask again.  With a lag
 the answer has the bytes that it would have had.  Freely another batch may be chosen.  Once it is,
 it stays: it is drawn again as the line of its step says, up to what had ended when it was chosen,
-and nothing more is drawn in that step.  What trainers take over is a whole answer or nothing of it.
+and nothing more is drawn in that step.  What the tools of an environment say is recorded once all
+of a step is drawn; where they were asked again for its batch, what they have said then is recorded.
+What trainers take over is a whole answer or nothing of it.
 
 An error of any rank is raised on all at the next meeting.  A signal is answered while the trainers
 stand between two steps: with a lag between two questions, since they learn while a batch is
 sampled; freely also while a batch is drawn, which they wait for.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -89,6 +91,10 @@ class Question:
     more: Callable[[], Mapping[str, Any]] = dict
     """What those need to know beside it who have come back, and have sampled nothing yet."""
     answer: Mapping[str, Any] | None = None
+    is_repeated: bool = False
+    """Whether those who have come back have answered it, too."""
+    late_answers: Sequence[str] = ()
+    """What an environment has said, of which only the second answer has a line."""
 
     def again(self) -> dict[str, Any]:
         """The question for those who have come back.  What was answered is drawn once more, as
@@ -96,7 +102,10 @@ class Question:
         """
         content = {**self.content, **self.more()}
         if self.answer is not None:
-            content["ahead"] = {**self.answer["given"], "schedule": [self.answer["line"]]}
+            given = self.answer["given"]
+            said = given["answers"] or self.content["ahead"]["answers"]
+            line = self.answer["line"]
+            content["ahead"] = {**given, "answers": said, "schedule": [line]}
         return content
 
     def behind(self, before: "Question") -> dict[str, Any]:
@@ -106,15 +115,41 @@ class Question:
             content["ahead"] = {**content["ahead"], "schedule": [before.answer["line"]]}
         return content
 
-    def check_repeated(self, answer: Mapping[str, Any]) -> None:
-        """Raise MismatchError where the second answer has other samples than the first."""
+    def take_repeated(self, answer: Mapping[str, Any]) -> None:
+        """Note the second answer, which alone has the line of what an environment has said where
+        the step's weights were to draw on after the first: that line comes with the answer that
+        follows.  Raises MismatchError where it has other samples than the first, or where the
+        environment has said something else than is noted already.
+        """
         assert self.answer is not None
-        if encode(answer["batch"]["groups"]) != encode(self.answer["batch"]["groups"]):
+        given, said = self.answer["given"], answer["given"]["answers"]
+        is_same = encode(answer["batch"]["groups"]) == encode(self.answer["batch"]["groups"])
+        if not is_same or given["answers"] not in ([], said):
             raise MismatchError(
                 "rollouters that have come back have drawn another batch than the one that the "
                 "step learns from: tools of the environment said something else, or the machine "
                 "is faulty; go on with --resume"
             )
+        self.is_repeated = True
+        if not given["answers"]:
+            self.late_answers = said
+            self.answer = {**self.answer, "given": {**given, "answers": said}}
+
+    def completed(self, following: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The answer that follows from this one, with what only the second one had.  Raises
+        MismatchError where more, or less, was drawn than the line of the step says, by which the
+        second one was drawn.
+        """
+        if self.answer is None or not self.is_repeated:
+            return following
+        given = following["given"]
+        if given["schedule"] != [self.answer["line"]]:
+            raise MismatchError(
+                "rollouters that have come back have drawn more or fewer tokens than the line of "
+                "the step says that they draw again: the machine is faulty, or this is an error of "
+                "Isobit; go on with --resume"
+            )
+        return {**following, "given": {**given, "answers": [*self.late_answers, *given["answers"]]}}
 
 
 class Rollouters:
@@ -214,7 +249,7 @@ class Rollouters:
             answer = self._receive()
             if answer is None:
                 return False
-            question.check_repeated(answer)
+            question.take_repeated(answer)
         content = last.behind(answered[-1]) if answered else last.again()
         return self._send(policy, content)
 
@@ -239,8 +274,9 @@ class Rollouters:
         while (answer := self._receive()) is None:
             self._ask_again(policy)
         self._parts.note_answer()
-        self._asked[-1].answer = answer
-        return answer
+        *before, last = self._asked
+        last.answer = before[-1].completed(answer) if before else answer
+        return last.answer
 
     def _receive(self) -> Any:
         """The answer; None where rollouters were lost before all trainers had it."""
