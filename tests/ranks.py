@@ -24,7 +24,7 @@ class _Rank(Alone):
         self, rank: int, size: int, places: list[Any], barrier: Barrier, turn: Lock
     ) -> None:
         super().__init__()
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.numbers = rank, size, tuple(range(size))
         self._places, self._barrier, self._turn = places, barrier, turn
 
     def all_gather(self, mine: Any) -> list[Any]:

@@ -16,9 +16,10 @@ from isobit.commands.dry_run import DryRun, plan_training
 from isobit.config.commands import InspectConfig
 from isobit.config.recipes import RunConfig
 from isobit.kernels.backend import support
+from isobit.memory.activations import kept_bytes, page_locked
 from isobit.memory.cards import Card, read_card
 from isobit.memory.device import DevicePlan
-from isobit.memory.host import MemoryEstimate
+from isobit.memory.host import KEPT, MemoryEstimate
 from isobit.memory.speed import describe_step
 from isobit.models import policy
 from isobit.observe.console import silent
@@ -34,6 +35,7 @@ from isobit.run import run as run_module
 from isobit.run.loop import train
 from isobit.run.resolved import resolve
 from isobit.run.rl_run import RlRun, prepare_rl, read_rl
+from isobit.run.rollouters import Rollouters
 from isobit.store.manifest import environment
 from isobit.training.trainer import Trainer
 from isobit.util.errors import CheckpointError, ConfigError, RequestError
@@ -298,6 +300,65 @@ def test_a_run_that_a_gpu_does_not_hold_is_refused_before_it_loads_anything(
                     }
                 )
             )
+
+
+APART = {"processes": 4, "rollouters": 2}
+
+
+def test_weights_for_rollouters_are_planned_where_these_can_come_back(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of trainers alone, and under our launcher."""
+    lagging: dict[str, Any] = {"async": {"lag": 1}}
+    config = make_config(**lagging, cluster=APART)
+    made = plan_run(config)
+    assert isinstance(made.memory, MemoryEstimate)
+    plan = read_rl(resolve(config))
+    kept = kept_bytes(plan.model.config, made.flow, support("cpu").sizes, 2)
+    assert made.memory.size(KEPT) == sum(kept) > 0
+    assert f"  {KEPT} " in "\n".join(made.describe(PLENTY))
+    on_a_gpu(monkeypatch, 8 << 30)
+    line, size = "hold the weights for rollouters that come back", page_locked(max(kept))
+    made = plan_run(config)
+    assert isinstance(made.memory, DevicePlan)
+    assert made.memory.host == {KEPT: size}
+    assert line in "\n".join(made.describe(PLENTY))
+    for cluster in ({"processes": 4}, {**APART, "launcher": "ray"}):
+        assert line not in "\n".join(
+            plan_run(make_config(**lagging, cluster=cluster)).describe(PLENTY)
+        )
+    on_a_gpu(monkeypatch, 8 << 30, main_memory=2 * size)
+    plan_run(config)
+    on_a_gpu(monkeypatch, 8 << 30, main_memory=2 * size - 1)
+    refused = (
+        r"rollouters puts [\d.]+ KiB of weights for rollouters that come back into main memory"
+    )
+    with pytest.raises(ConfigError, match=rf"^cluster\.{refused}, and [\d.]+ KiB are free"):
+        plan_run(config)
+
+
+@pytest.mark.parametrize("can_replace", [True, False])
+def test_a_run_counts_them_where_its_launcher_starts_rollouters_again(
+    can_replace: bool, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torchrun does not, whatever the recipe says."""
+    plan = read_rl(resolve(make_config(**{"async": {"lag": 1}}, cluster=APART)))
+    planned: list[DevicePlan | None] = []
+    monkeypatch.setattr(run_module, "allocate_in_pages", lambda _: None)
+    on_a_gpu(monkeypatch, 8 << 30)
+    whole = RlRun._planned_memory
+
+    def planning_alone(self: RlRun, *arguments: Any) -> None:
+        planned.append(whole(self, *arguments))
+        raise KeyError
+
+    monkeypatch.setattr(RlRun, "_planned_memory", planning_alone)
+    rollouters = cast("Rollouters", SimpleNamespace(can_replace=can_replace))
+    with pytest.raises(KeyError):
+        RlRun(plan, rollouters=rollouters)
+    (made,) = planned
+    assert made is not None
+    assert (KEPT in made.host) == can_replace
 
 
 def prepare_run(config: RunConfig) -> RlRun:

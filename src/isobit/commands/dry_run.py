@@ -158,7 +158,7 @@ def plan_training(
     processes = cluster.processes - cluster.rollouters
     time = None
     if back_end.has_own_memory:
-        memory = plan_device_memory(plan, device, processes, cluster.processes, card=card)
+        memory = _plan_device(plan, device, card)
         pages = memory.pages if plan.samples_here else _AT_SERVERS
         work = _step_work(plan, memory, device, card)
         if card is None:
@@ -258,8 +258,7 @@ def _step_work(
         work = replace(work, scored=(*scored, model))
     budget = memory.tokens
     if cluster.rollouters:
-        here = cluster.processes
-        memory = plan_device_memory(plan, device, trainers, here, learns=False, card=card)
+        memory = _plan_device(plan, device, card, learns=False)
     asked = plan.requests[-1]
     prompt = sum(len(one.prompt.token_ids) for one in asked) / len(asked)
     new = min(config.rollout.max_new_tokens, int(shape.max_positions - prompt))
@@ -331,6 +330,17 @@ def describe_rounds(plan: AnyPlan, processes: int) -> Sequence[str]:
     )
 
 
+def _plan_device(
+    plan: AnyPlan, device: torch.device, card: Card | None, learns: bool = True
+) -> DevicePlan:
+    """The plan of each trainer's memory, or of each rollouter's, which never ``learns``."""
+    cluster = plan.config.cluster
+    trainers, keeps = cluster.processes - cluster.rollouters, cluster.replaces_rollouters
+    return plan_device_memory(
+        plan, device, trainers, cluster.processes, learns, card=card, keeps=learns and keeps
+    )
+
+
 def _plan_main_memory(
     plan: AnyPlan, flow: PrecisionFlow, sizes: Sizes, processes: int
 ) -> MemoryEstimate:
@@ -346,6 +356,7 @@ def _plan_main_memory(
         plan.config.cluster.rollout_tp,
         plan.drawn,
         plan.replayed,
+        plan.config.cluster.replaces_rollouters,
     )
     if plan.samples_here:
         return estimate

@@ -30,6 +30,7 @@ lm_head, which are functions of the rest.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from math import prod
 
 from isobit.config.training import Recompute
@@ -37,9 +38,9 @@ from isobit.kernels.sizes import AttentionShape, Sizes, WorkShape
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import LM_HEAD, build_decoder, decoder_shape
 from isobit.models.frozen import SIDE
-from isobit.models.layers import UnitBytes
+from isobit.models.layers import Master, UnitBytes
 from isobit.precision.flow import Graph, PrecisionFlow
-from isobit.precision.quant_tensor import DTYPES
+from isobit.precision.quant_tensor import DTYPES, parts_of_rows
 
 _OF_HEAD = ("lm_head, backward", "logits chunk")
 """The workspaces in which a back end makes lm_head's gradient."""
@@ -238,15 +239,38 @@ def shared_bytes(
 @cache
 def master_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> int:
     """What is published of each master, in every form that a side reads."""
-    width, total = DTYPES[flow.training.activations].itemsize, 0
-    for name, master in build_decoder(shape).masters().items():
-        numbers, path = prod(master.shape), name.rpartition(".")[0]
-        if master.kind == "matrix":
-            sites = {flow.rollout.site(path), flow.training.site(path)}
-            total += sum(sizes.matrix(site, master.shape[1]) for site in sites)
-        else:
-            total += (4 if master.offset else width) * numbers
-    return total
+    return sum(
+        _row_bytes(name, master, 0, master.shape[0], flow, sizes)
+        for name, master in build_decoder(shape).masters().items()
+    )
+
+
+@cache
+def kept_bytes(
+    shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes, processes: int
+) -> tuple[int, ...]:
+    """What each of so many trainers keeps for rollouters that come back: the published rows of the
+    masters that learn which it passes on (``isobit.models.kept_weights``).
+    """
+    decoder, totals = build_decoder(shape), [0] * processes
+    masters = decoder.trained()
+    for name, cuts in decoder.ownership(processes).cuts.items():
+        for rank, (first, last) in enumerate(pairwise(cuts)):
+            totals[rank] += _row_bytes(name, masters[name], first, last, flow, sizes)
+    return tuple(totals)
+
+
+def _row_bytes(
+    name: str, master: Master, first: int, last: int, flow: PrecisionFlow, sizes: Sizes
+) -> int:
+    """What is published of rows ``first`` to ``last`` of a master, of a matrix whole blocks."""
+    if master.kind == "matrix":
+        path = name.rpartition(".")[0]
+        sites = {flow.rollout.site(path), flow.training.site(path)}
+        parts = (replace(site, parts=parts_of_rows(site.parts, first, last)) for site in sites)
+        return sum(sizes.matrix(part, master.shape[1]) for part in parts)
+    width = DTYPES[flow.training.activations].itemsize
+    return (4 if master.offset else width) * (last - first) * prod(master.shape[1:])
 
 
 _BYTES_A_PAIR = 36

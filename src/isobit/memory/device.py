@@ -37,6 +37,7 @@ from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import (
     FrozenModel,
     added_up,
+    kept_bytes,
     page_locked,
     page_locked_bytes,
     passing_bytes,
@@ -56,7 +57,7 @@ from isobit.memory.cache_size import (
     with_carries,
 )
 from isobit.memory.cards import GPUS
-from isobit.memory.host import Share, attended_tokens, microbatch_tokens, share_of
+from isobit.memory.host import KEPT, Share, attended_tokens, microbatch_tokens, share_of
 from isobit.memory.refusal import Refusal
 from isobit.models.config import ModelConfig
 from isobit.models.tensor_parallel import with_heads_of_a_rank
@@ -72,6 +73,7 @@ Bytes = Mapping[str, int]
 MASTERS, MOMENTS, GRADIENTS = "masters", "optimiser moments", "gradients"
 OF_A_SLOT, MADE, ARRIVING = "sums of a slot", "gradients as they are made", "arriving gradients"
 CACHE = PAGES
+_WHEN = {MOMENTS: "during rollout", KEPT: "that come back"}
 COPY, GATHERED = "the engine's own weights", "matrices of a layer"
 
 
@@ -130,7 +132,7 @@ class DevicePlan:
                 "  both fit: the engine keeps its cache, and what it has captured, in training"
             )
         for name, size in self.host.items():
-            when = "during rollout" if name == MOMENTS else "except while they score"
+            when = _WHEN.get(name, "except while they score")
             lines.append(f"  {gib(size)} of main memory hold the {name} {when}")
         return lines
 
@@ -157,6 +159,8 @@ class DevicePlanner:
     """
     replayed: int = 0
     """Sequences that a step learns from beside those that it samples, at most."""
+    keeps: bool = False
+    """Whether the processes are trainers that keep weights for rollouters that come back."""
 
     @property
     def planned(self) -> int:
@@ -179,6 +183,9 @@ class DevicePlanner:
         host = page_locked_bytes(self.frozen, self.sizes)
         if self.learns and training.offload_moments:
             host[MOMENTS] = page_locked(self.weight_bytes(training)[MOMENTS])
+        if self.keeps:
+            kept = kept_bytes(self.shape, self.flow, self.sizes, self.processes)
+            host[KEPT] = page_locked(max(kept))
         if rollout is None:
             return DevicePlan({}, needed, self.total, 0, page_tokens, tokens, host, self.processes)
         standing = self.rollout_bytes(rollout, training)

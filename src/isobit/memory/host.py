@@ -13,6 +13,8 @@ micro-batch.
                                                        byte of scale for 128
     published weights   the matrices in each side's format, once if the sides agree; the rest, and
                         lm_head on its grid once more, in the activations' format; the rotary table
+    weights for         with rollouters that can come back, what trainers pass on of the published
+    rollouters          weights, once for all of them (``isobit.models.kept_weights``)
     frozen models       the published weights of one side (``isobit.memory.activations``); a shadow
                         counts only if nothing else that passes is larger
     KV pages            pages * bytes of a page        ``isobit.kernels.sizes``
@@ -43,6 +45,7 @@ from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import (
     FrozenModel,
     added_up,
+    kept_bytes,
     passing_bytes,
     saved_bytes,
     shared_bytes,
@@ -113,6 +116,8 @@ def _of_largest(ownership: Ownership, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 MARGIN = 1.2  # what a process may take beyond the estimate, as a factor (see above)
 
+KEPT = "weights for rollouters"
+"""The name of what trainers keep for rollouters that come back."""
 _MODEL = "model"
 _MICROBATCH = "training.tokens_per_microbatch"
 _LOWERED_BY = {"attention workspace": "rollout.max_new_tokens", "logits chunk": _MODEL}
@@ -181,30 +186,25 @@ def estimate_memory(
     rollout_tp: int = 1,
     drawn: int | None = None,
     replayed: int = 0,
+    keeps: bool = False,
 ) -> MemoryEstimate:
     """The estimate for sequences of at most ``longest`` tokens on a back end of those sizes, beside
     ``frozen`` models, for so many processes on this machine, of which ``rollout_tp`` share an
     engine. That can be asked for sequences of ``drawn`` tokens, by default the model's context. A
-    step replays as many as ``replayed``. Raises ConfigError if the cache is given no page.
+    step replays as many as ``replayed``. With ``keeps`` they are trainers that keep weights for
+    rollouters. Raises ConfigError if the cache is given no page.
     """
     masters = [prod(sizes) for sizes in master_shapes(shape).values()]
-    parameters = sum(masters)
     tokens = microbatch_tokens(training, longest, replayed)
     largest_forward = max(tokens, batched_tokens(rollout, sizes))
     attended = attended_tokens(training, tokens, longest, replayed)
     limits = training.recompute, largest_forward, longest
     passing = passing_bytes(shape, flow, sizes, *limits, attended=attended)
-    share, several = share_of(shape, processes), training.slots > 1
+    share = share_of(shape, processes)
     on_their_way = share.made + share.made_by_head + share.arriving
     stays = (
-        MemoryItem("masters", 4 * parameters, _MODEL),
-        MemoryItem("gradients", 4 * parameters, _MODEL),
-        *([MemoryItem("sums of a slot", 4 * parameters, "training.slots")] if several else []),
-        MemoryItem(
-            "optimiser moments",
-            moment_bytes(masters, training.moments),
-            _MODEL if training.moments == "fp8" else "training.moments",
-        ),
+        *_of_masters(masters, training),
+        *_kept(keeps, shape, flow, sizes, processes),
         *_each(
             processes,
             MemoryItem("gradients on their way", on_their_way, _MODEL),
@@ -229,6 +229,27 @@ def estimate_memory(
         for name, size in added_up(frozen, sizes).items()
     )
     return MemoryEstimate((*stays, *_each(processes, *scores, *passes)))
+
+
+def _of_masters(masters: Sequence[int], training: TrainingConfig) -> list[MemoryItem]:
+    """What all processes have of masters of so many numbers, each of its rows."""
+    size, by_format = _FP32 * sum(masters), moment_bytes(masters, training.moments)
+    several = [MemoryItem("sums of a slot", size, "training.slots")] if training.slots > 1 else []
+    lowered_by = _MODEL if training.moments == "fp8" else "training.moments"
+    return [
+        MemoryItem("masters", size, _MODEL),
+        MemoryItem("gradients", size, _MODEL),
+        *several,
+        MemoryItem("optimiser moments", by_format, lowered_by),
+    ]
+
+
+def _kept(
+    keeps: bool, shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes, processes: int
+) -> list[MemoryItem]:
+    """What trainers keep for rollouters that come back, all together."""
+    kept = sum(kept_bytes(shape, flow, sizes, processes))
+    return [MemoryItem(KEPT, kept, _MODEL)] if keeps else []
 
 
 def _of_the_engine(

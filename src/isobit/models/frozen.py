@@ -40,6 +40,17 @@ def frozen_config(config: ModelConfig) -> ModelConfig:
     return replace(config, value_head=False, lora=None)
 
 
+def places_in(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A place for each of some tensors in uint8 [their bytes together], of its format and shape."""
+    widest_first = sorted(tensors, key=lambda tensor: -tensor.element_size())  # so that all align
+    parts = buffer.split([tensor.nbytes for tensor in widest_first])
+    by_tensor = {
+        id(tensor): part.view(tensor.dtype).view(tensor.shape)
+        for tensor, part in zip(widest_first, parts, strict=True)
+    }
+    return [by_tensor[id(tensor)] for tensor in tensors]
+
+
 class FrozenPolicy:
     """The published weights of the training side, on a device.
 
@@ -199,13 +210,7 @@ class FrozenPolicy:
             return
         held = self._held
         buffer = memory.host_buffer(sum(tensor.nbytes for tensor in held))
-        widest_first = sorted(held, key=lambda tensor: -tensor.element_size())  # so that all align
-        parts = buffer.split([tensor.nbytes for tensor in widest_first])
-        by_tensor = {
-            id(tensor): part.view(tensor.dtype).view(tensor.shape)
-            for tensor, part in zip(widest_first, parts, strict=True)
-        }
-        self._places = [by_tensor[id(tensor)] for tensor in held]
+        self._places = places_in(buffer, held)
         for place, tensor in zip(self._places, held, strict=True):
             place.copy_(tensor, non_blocking=True)
         self.backend.synchronize()

@@ -20,6 +20,7 @@ from isobit.kernels.backend import backend_of, use_back_end
 from isobit.memory.activations import FrozenModel
 from isobit.memory.cards import Card, support_for
 from isobit.memory.device import MOMENTS, DevicePlan, DevicePlanner
+from isobit.memory.host import KEPT
 from isobit.models.decoder import checkpoint_shapes, decoder_shape
 from isobit.models.folder import DescribedModel, choose_device
 from isobit.models.saving import quantised_sites, whole_blocks
@@ -152,12 +153,13 @@ def plan_device_memory(
     hosts: int = 1,
     card: Card | None = None,
     sharing: World = ALONE,
+    keeps: bool = False,
 ) -> DevicePlan:
     """The plan of the memory that a device has for itself, of each of so many processes that train
     together; ``here`` are on this machine.  One that never ``learns`` only samples; ``hosts``
     compute slots side by side.  With a ``card`` nothing of this machine is asked.  The ranks
     ``sharing`` an engine, which all call it, plan with the least memory of theirs, since they have
-    as many pages.
+    as many pages.  With ``keeps`` they are trainers that keep weights for rollouters.
 
     Raises ConfigError where the plan does not fit, and where the main memory does not hold what is
     to go there.
@@ -185,9 +187,11 @@ def plan_device_memory(
         _can_share(config),
         plan.drawn,
         plan.replayed if learns else 0,
+        keeps,
     )
     device_plan = planner.plan(rollout, training, plan.longest)
-    host = {name: here * size for name, size in device_plan.host.items()}
+    holders = {KEPT: min(here, processes)}  # rollouters have none
+    host = {name: holders.get(name, here) * size for name, size in device_plan.host.items()}
     if memory is not None and sum(host.values()) > memory.available:
         raise ConfigError(_too_much_offloaded(plan, host, memory.available))
     return device_plan
@@ -218,8 +222,12 @@ def _copied_bytes(plan: AnyPlan, flow: PrecisionFlow) -> int:
 def _too_much_offloaded(plan: AnyPlan, host: Mapping[str, int], available: int) -> str:
     """What would go to main memory, by the keys that send it there."""
     keys = {model.name: f"{model.table}.offload" for model in plan.frozen}
-    keys[MOMENTS] = "training.offload_moments"
-    parts = [f"{keys[name]} puts {gib(size)} into main memory" for name, size in host.items()]
+    keys |= {MOMENTS: "training.offload_moments", KEPT: "cluster.rollouters"}
+    what = {KEPT: " of weights for rollouters that come back"}
+    parts = [
+        f"{keys[name]} puts {gib(size)}{what.get(name, '')} into main memory"
+        for name, size in host.items()
+    ]
     smaller = advise_smaller_moments(plan.training.moments) if MOMENTS in host else ""
     return (
         f"{' and '.join(parts)}, and {gib(available)} are free: leave "

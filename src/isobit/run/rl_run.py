@@ -103,7 +103,8 @@ class RlRun(Run[RunConfig, RlData]):
         belongs to one of them.
         """
         around = around or Surroundings.none(world)
-        super().__init__(plan, world, around, learns)
+        keeps = rollouters is not None and rollouters.can_replace
+        super().__init__(plan, world, around, learns, keeps)
         config, policy = self.config, self.model.policy
         self.algorithm = plan.algorithm
         self.sampling = plan.sampling

@@ -175,6 +175,11 @@ class Rollouters:
         """Both parts.  Raises PeerError where rollouters are lost."""
         return self._parts.whole
 
+    @property
+    def can_replace(self) -> bool:
+        """Whether rollouters that are killed come back, for whom trainers keep weights."""
+        return self._parts.can_replace
+
     def come(self, check: Callable[[], None]) -> bool:
         """Rollouters: meet the trainers, where they do not know these; False where the run is
         done.  Raises what ``check`` raises.

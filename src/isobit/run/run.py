@@ -90,9 +90,11 @@ class Run(ABC, Generic[Config, Data]):
         world: World = ALONE,
         around: Surroundings | None = None,
         learns: bool = True,
+        keeps: bool = False,
     ) -> None:
         """Load the policy and build the engine and the trainer around it, on each rank of a world.
-        A run that never ``learns`` keeps no masters.  Writes nothing.
+        A run that never ``learns`` keeps no masters; one that ``keeps`` weights has rollouters that
+        come back.  Writes nothing.
 
         Raises an ``IsobitError`` for weights that cannot be used, for a plan that does not fit the
         device, and for prompts that the engine or the model's context cannot take.
@@ -108,7 +110,7 @@ class Run(ABC, Generic[Config, Data]):
             torch.set_num_threads(config.threads)
         device = world.own_device(plan.choose_device())
         slots = Slots.of(plan.training.slots, world)
-        device_plan = self._planned_memory(plan, device, learns, slots, sharing)
+        device_plan = self._planned_memory(plan, device, learns, slots, sharing, keeps)
         if device_plan is not None:
             rollout = rollout.model_copy(update={"kv_pages": device_plan.pages})
         self.model = plan.source.load(
@@ -159,6 +161,7 @@ class Run(ABC, Generic[Config, Data]):
         learns: bool,
         slots: Slots,
         sharing: World,
+        keeps: bool = False,
     ) -> DevicePlan | None:
         """The plan of the device's own memory, which is taken in pages from here on; None where it
         has none.
@@ -168,7 +171,7 @@ class Run(ABC, Generic[Config, Data]):
         world = self.world
         here = world.all_gather(world.host).count(world.host)
         device_plan = plan_device_memory(
-            plan, device, world.size, here, learns, slots.hosts, sharing=sharing
+            plan, device, world.size, here, learns, slots.hosts, sharing=sharing, keeps=keeps
         )
         allocate_in_pages(device)
         return device_plan
