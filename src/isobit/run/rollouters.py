@@ -64,6 +64,7 @@ from isobit.parallel.world import (
     broadcast_from,
     encode,
     is_raised_on_all,
+    raised_on_all,
     run_and_gather,
 )
 from isobit.records.text import Group
@@ -125,10 +126,9 @@ class Question:
         given, said = self.answer["given"], answer["given"]["answers"]
         is_same = encode(answer["batch"]["groups"]) == encode(self.answer["batch"]["groups"])
         if not is_same or given["answers"] not in ([], said):
-            raise MismatchError(
-                "rollouters that have come back have drawn another batch than the one that the "
-                "step learns from: tools of the environment said something else, or the machine "
-                "is faulty; go on with --resume"
+            raise _differs(
+                "another batch than the one that the step learns from: tools of the environment "
+                "said something else, or the machine is faulty"
             )
         self.is_repeated = True
         if not given["answers"]:
@@ -144,10 +144,9 @@ class Question:
             return following
         given = following["given"]
         if given["schedule"] != [self.answer["line"]]:
-            raise MismatchError(
-                "rollouters that have come back have drawn more or fewer tokens than the line of "
-                "the step says that they draw again: the machine is faulty, or this is an error of "
-                "Isobit; go on with --resume"
+            raise _differs(
+                "more or fewer tokens than the line of the step says that they draw again: the "
+                "machine is faulty, or this is an error of Isobit"
             )
         return {**following, "given": {**given, "answers": [*self.late_answers, *given["answers"]]}}
 
@@ -379,6 +378,12 @@ def evaluation_of(value: Mapping[str, Any], evaluator: Evaluator) -> Evaluation[
         groups = groups_of(value["groups"][name], prompts.__getitem__)
         figures[name] = EvalResult.from_json(value["figures"][name]), groups
     return figures
+
+
+def _differs(how: str) -> BaseException:
+    """For what all trainers find in one answer."""
+    text = f"rollouters that have come back have drawn {how}; go on with --resume"
+    return raised_on_all(MismatchError(text))
 
 
 def _raise(error: BaseException) -> None:
