@@ -381,7 +381,7 @@ def evaluation_of(value: Mapping[str, Any], evaluator: Evaluator) -> Evaluation[
 
 
 def _differs(how: str) -> BaseException:
-    """For what all trainers find in one answer."""
+    """The error of all trainers, which find the same in one answer."""
     text = f"rollouters that have come back have drawn {how}; go on with --resume"
     return raised_on_all(MismatchError(text))
 
