@@ -1,7 +1,7 @@
 # Everything happens in a virtual environment inside the checkout; nothing outside it is touched.
 #
 #   make quickstart   set up, train the starter model with reinforcement learning in INT8, show the result
-#   make test         set up, run the quick tests: every behaviour is guarded once
+#   make test         set up, run the quick tests: all parts, and a run of each kind
 #   make test-all     all tests: whole grids, kills and soaks too, and test-triton
 #   make test-rest    what the quick tests leave out; with MOST_SECONDS=N none begins after so many
 #   make test-triton  compile the kernels with the Triton that torch brings on a GPU, which is older than the one for tests

@@ -1,6 +1,6 @@
 """Two suites from one set of tests: `make test`, which a person waits for, and `make test-all`.
 
-    pytest                the quick suite: every behaviour is guarded once
+    pytest                the quick suite: all parts, and a run of each kind
     pytest --all          everything: whole grids, kills at every phase, soaks
     pytest --rest         what the quick suite leaves out, alone (`make test-all` runs both)
     pytest --seconds N    begin no test after so many seconds, and say how many were left: for a
@@ -10,8 +10,9 @@
 
 Three marks say what the quick suite leaves out, beside the test that they speak of:
 
-- ``exhaustive`` on a test, or on one of its parameters: it runs with ``--all`` alone. What it
-  guards is guarded by a quicker test too, which its reason names where a reader may doubt it.
+- ``exhaustive`` on a test, or on one of its parameters: it runs with ``--all`` alone. Either a
+  quicker test guards the same, which its reason names where a reader may doubt it, or it is a run
+  in other circumstances than a quick one: killed, resumed, replayed, by several ranks or servers.
 - ``pairs``: of a test with several ``parametrize`` marks the quick suite runs as few cases as hold
   every pair of values of two parameters together once.
 - ``few(n)``: of all cases of a test, in whatever way they are made, n that are evenly spaced, the

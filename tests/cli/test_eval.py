@@ -128,6 +128,7 @@ def test_what_is_too_long_is_left_out_and_said(tmp_path, capsys):
     assert "isobit: sums: 1 too long: dropped" in shown.err
 
 
+@pytest.mark.exhaustive
 def test_a_task_of_reasoning_gym_is_scored_by_itself(capsys):
     words = ["--data", "task:chain_sum", "--reward.in_process", "true", *SMALL, "--json"]
     assert main(["eval", "starter", *words]) == 0

@@ -71,7 +71,7 @@ def test_adapters_alone_are_no_model_to_look_at(
     assert f"isobit export {adapters} --to FOLDER --merge" in said
 
 
-@pytest.mark.few(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ["train quickstart", "sft fine_tune", "train kl", "train ppo"])
 def test_a_dry_run_begins_from_adapters_as_the_run_does(
     recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -126,6 +126,7 @@ def test_more_prompts_a_step_than_there_are_are_said(tmp_path: Path) -> None:
     assert "warning" not in read_rl(resolve(enough)).learning[0]
 
 
+@pytest.mark.exhaustive
 def test_an_evaluation_names_its_split_where_there_are_several(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

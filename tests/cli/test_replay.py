@@ -95,6 +95,7 @@ def test_several_processes_say_once_what_they_found(run: Path, tmp_path: Path) -
     assert (done.stdout + done.stderr).count("is 0.5 and 0.0") == 1
 
 
+@pytest.mark.exhaustive
 def test_the_second_run_stays_where_it_is_wanted(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ def test_a_recipe_with_overrides_trains_and_a_second_run_is_refused(tmp_path, ca
     assert sorted(path.stat().st_mtime_ns for path in output.rglob("*")) == before
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_one_of_anything_is_told_in_the_singular(command, tmp_path, capsys):
     ones = "1 training.steps training.prompts_per_step data.train.limit data.eval.NAME.limit"
@@ -335,6 +336,7 @@ TINY_SFT = split(
 )
 
 
+@pytest.mark.exhaustive
 def test_a_recipe_with_overrides_fine_tunes_and_a_second_run_is_refused(tmp_path, capsys):
     words = ["sft", str(RECIPES / "fine_tune.toml"), "--output", str(tmp_path / "run"), *TINY_SFT]
     assert main(words) == 0

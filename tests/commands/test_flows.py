@@ -339,6 +339,7 @@ def test_the_command_compares_the_starters_flows(capsys: pytest.CaptureFixture[s
     assert not found["recommended"]["decided"]
 
 
+@pytest.mark.exhaustive
 def test_the_table_has_a_line_for_each_flow(capsys: pytest.CaptureFixture[str]) -> None:
     table = '{preset = "fp8", modules_bf16 = ["down_proj"]}'
     assert main([*SMALL, "--flows", table, "int8"]) == 0

@@ -187,6 +187,7 @@ def test_what_can_be_resumed_can_be_replayed(
         assert found(replay(tmp_path / "run", step)) == []
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_was_resumed_is_replayed(
     folder: Path, tiny_folder: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -199,7 +200,7 @@ def test_a_run_that_was_resumed_is_replayed(
     assert found(replay(root, 6)) == []
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_run_that_was_stopped_before_an_evaluation_is_replayed(
     step: int, folder: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -233,6 +234,7 @@ def test_a_byte_of_the_trained_model(step: int | None, run: Path) -> None:
     assert difference.what == f"{path.name} differs, {last} first"
 
 
+@pytest.mark.exhaustive
 def test_adapters_are_replayed_in_another_directory(
     folder: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +276,7 @@ def test_a_byte_of_a_checkpoint(file: str, step: int, run: Path) -> None:
     assert first_step(result) == 3, "from the one before it"
 
 
+@pytest.mark.exhaustive
 def test_a_byte_of_each_checkpoint(run: Path) -> None:
     """Another file of each."""
     paths = {
@@ -299,6 +302,7 @@ def test_a_byte_of_a_checkpoint_whose_manifest_was_changed_with_it(
     assert of == 4 and f"does not hold the {PARTS[file]} that digests.jsonl has" in what
 
 
+@pytest.mark.exhaustive
 def test_a_byte_of_each_checkpoint_whose_manifest_was_changed_with_it(run: Path) -> None:
     changed = {2: "masters.safetensors", 4: "optimiser.safetensors"}
     for step, file in changed.items():
@@ -346,6 +350,7 @@ def test_rewards_of_training(run: Path) -> None:
     assert of == 5 and " is None and " in what
 
 
+@pytest.mark.exhaustive
 def test_rewards_of_evaluations(run: Path) -> None:
     for version in (5, 1):
         change_reward(run, "held_out", version, (0, 0), 9.0)
@@ -425,6 +430,7 @@ def test_a_line_that_is_no_line_any_more(file: str, run: Path) -> None:
     assert result.exit_code == 1 and what.startswith(f"{file}: {path} has a damaged line")
 
 
+@pytest.mark.exhaustive
 def test_a_last_line_that_is_gone(run: Path) -> None:
     path = run / "digests.jsonl"
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
@@ -434,6 +440,7 @@ def test_a_last_line_that_is_gone(run: Path) -> None:
         assert last_step(result) == STEPS
 
 
+@pytest.mark.exhaustive
 def test_a_reward_that_does_not_repeat(folder: Path, tiny_folder: Path, tmp_path: Path) -> None:
     """It is a difference; with the recorded rewards the steps are equal."""
     (tmp_path / "reward.py").write_text(
@@ -473,6 +480,7 @@ def test_other_data_another_reward_and_other_settings_are_refused(
     assert found(replay(run, 1, allowed=["bits"], overrides=["--rollout.max_sequences", "3"])) == []
 
 
+@pytest.mark.exhaustive
 def test_guesses_change_nothing_that_is_compared(
     folder: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -523,6 +531,7 @@ def test_what_cannot_be_replayed_is_refused_by_name(run: Path, tmp_path: Path) -
         replay(run)
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_went_on_as_another_one(folder: Path, tiny_folder: Path, tmp_path: Path) -> None:
     root = tmp_path / "run"
     train(settings(folder, tiny_folder, root, training={"schedule": "constant", "steps": 4}))

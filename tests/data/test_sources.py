@@ -548,6 +548,7 @@ def test_no_tools_are_no_tools(tmp_path: Path, tools: Any) -> None:
     assert load_rows(source)[0].tools is None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["end", "middle"])
 @pytest.mark.parametrize("compress", [gzip.compress, lzma.compress])
 def test_zeros_behind_compressed_rows_come_to_an_end(
@@ -605,6 +606,7 @@ def test_damaged_and_other_compressions_are_named(
         load_rows(JsonlData(path=path))
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_csv_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv.gz"
     path.write_bytes(gzip.compress(b"prompt\n" + b"a\n" * 99999)[:-20])

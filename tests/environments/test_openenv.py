@@ -99,6 +99,7 @@ def test_a_server_without_tools_has_the_tool_step_and_its_rewards_are_those_of_t
         assert [text for _, text in told(over)] == ['{"total": 7}', '{"total": 9}']
 
 
+@pytest.mark.exhaustive
 def test_a_session_that_is_told_of_all_turns_has_the_time_of_each() -> None:
     def late(_: Any, message: Message) -> bool:
         time.sleep(0.6 * ("by" in message["data"]))

@@ -112,6 +112,7 @@ def test_each_episode_has_an_instance_that_lives_until_its_end(counters: Environ
     assert texts(answers(counters)["a"]) == ["total 10"]
 
 
+@pytest.mark.exhaustive
 def test_each_turn_has_a_reward_also_one_without_calls_or_that_was_answered_elsewhere() -> None:
     with environments("Paced") as made:
         assert [one["function"]["name"] for one in made.tools()] == ["add", "later", "meet"]
@@ -281,7 +282,7 @@ def until(is_so: Callable[[], bool]) -> None:
     raise AssertionError("it never was so")
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("episodes", "talks"), [(12, 50), (30, 4), (3, 150)])
 def test_an_answer_that_came_in_time_counts_however_late_it_is_read(
     episodes: int, talks: int, tmp_path: Path
@@ -304,6 +305,7 @@ def test_an_answer_that_came_in_time_counts_however_late_it_is_read(
         assert failures(answers(made)) == {}
 
 
+@pytest.mark.exhaustive
 def test_the_trainer_does_not_take_its_own_absence_for_a_host_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -327,6 +329,7 @@ def test_a_host_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
         assert texts(answers(made)["a"]) == ["short"]
 
 
+@pytest.mark.exhaustive
 def test_turns_that_are_run_again_have_the_time_of_each() -> None:
     with environments("Patient", deadline_s=1.5) as made:
         made.ask("a", {}, [Turn([call("wait", 0.6)]) for _ in range(3)], wants_reward=True)
@@ -343,7 +346,7 @@ def test_turns_that_are_run_again_have_the_time_of_each() -> None:
         assert late["a"].message == f"{told} allows for turns that are run again: 1.25 s"
 
 
-@pytest.mark.few(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "questions"), [("Counter", (3, 1, 2)), ("Paced", (4, 1, 2)), ("Speaks", (4, 1, 2))]
 )

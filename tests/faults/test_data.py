@@ -170,6 +170,7 @@ def same_files(one: Path, other: Path) -> None:
             assert (one / name).read_bytes() == (other / name).read_bytes()
 
 
+@pytest.mark.exhaustive
 def test_a_run_by_epochs_goes_on_for_more_of_them(
     parts: Path, values: dict[str, Any], outcome: Outcome, tmp_path: Path
 ) -> None:

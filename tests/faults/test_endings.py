@@ -127,6 +127,7 @@ def test_a_reward_that_sleeps_in_the_process_of_the_run_is_interrupted(
     assert checkpoints(config) == {"step_000002", "step_000003"}
 
 
+@pytest.mark.exhaustive
 def test_printing_to_a_reader_who_has_gone_changes_nothing(
     make_config: MakeConfig,
     monkeypatch: pytest.MonkeyPatch,
@@ -190,6 +191,7 @@ def test_a_directory_that_is_moved_gets_its_last_checkpoint_where_it_is(
     assert outcome(moved) == expected
 
 
+@pytest.mark.exhaustive
 def test_a_directory_that_is_removed_is_made_again_and_can_be_resumed(
     make_config: MakeConfig,
     hook: Hook,

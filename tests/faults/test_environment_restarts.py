@@ -113,6 +113,7 @@ def check_resumed(root: Path, recipe: dict[str, Any]) -> None:
     assert left_by(root) == expected
 
 
+@pytest.mark.exhaustive
 def test_what_tools_have_said_is_recorded_once_where_rollouters_die_twice_in_a_step(
     check_death: Callable[..., None],
 ) -> None:

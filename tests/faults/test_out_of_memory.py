@@ -144,7 +144,7 @@ def test_a_kill_while_the_line_is_written_runs_out_of_memory_once_more(
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tokens", [16, 128])
 def test_another_setting_that_is_allowed_holds_from_the_checkpoint_on(
     tokens: int, make_config: MakeConfig, outcome: Outcome, monkeypatch: pytest.MonkeyPatch

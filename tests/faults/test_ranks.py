@@ -156,7 +156,7 @@ def short_of_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Trainer, "update", failing)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rollouters", [0, 1])
 def test_what_one_rank_alone_writes_ends_all_where_it_cannot(
     rollouters: int, make_config: MakeConfig

@@ -187,6 +187,7 @@ def test_a_rollouter_that_hangs_is_ended_and_comes_back(
     check_ahead(2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("freely", [False, True], ids=["lag", "freely"])
 def test_a_signal_does_not_wait_for_rollouters_that_come_back(
     freely: bool,
@@ -280,6 +281,7 @@ def trained(root: Path) -> list[list[list[Any]]]:
     return [names for names in graded if names[0][0].startswith("train")]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "moment", [{"idle": 3}, pytest.param({"learning": 1}, marks=pytest.mark.exhaustive)], ids=str
 )

@@ -62,6 +62,7 @@ def test_a_stopped_and_resumed_run_leaves_the_same_files(
     assert outcome(config.output) == expected
 
 
+@pytest.mark.exhaustive
 def test_no_step_appears_twice_in_tensorboard(make_config: MakeConfig, hook: Hook) -> None:
     config = make_config(training={"steps": 4})
     hook(
@@ -203,6 +204,7 @@ def test_other_training_prompts_are_refused(make_config: MakeConfig, tmp_path: P
         train(config, resume=True)
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_failed_goes_on_once_its_reward_is_mended(
     make_config: MakeConfig,
     hook: Hook,
@@ -260,6 +262,7 @@ def test_the_command_line_resumes_from_recipe_or_directory(
     assert "--resume" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_interrupted_again_while_it_takes_rewards_from_the_record(
     make_config: MakeConfig,
     monkeypatch: pytest.MonkeyPatch,

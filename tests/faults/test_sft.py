@@ -333,6 +333,7 @@ def test_a_second_process_is_refused(make_tuning: MakeConfig) -> None:
         sft(config, resume=True)
 
 
+@pytest.mark.exhaustive
 def test_rewards_of_repeated_evaluations_are_not_asked_for_again(
     make_tuning: MakeConfig, outcome: Outcome, tmp_path: Path
 ) -> None:
@@ -349,6 +350,7 @@ def test_rewards_of_repeated_evaluations_are_not_asked_for_again(
     assert outcome(config.output) == first
 
 
+@pytest.mark.exhaustive
 def test_random_weights_go_on_too_and_no_reward_leaves_no_record(
     make_tuning: MakeConfig, outcome: Outcome, tmp_path: Path
 ) -> None:
@@ -403,7 +405,7 @@ def test_the_lowest_loss_is_kept_as_the_best(make_tuning: MakeConfig) -> None:
         sft(make_tuning(output="nowhere", checkpoint={"keep_best": "eval/held_out/pass@2"}))
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("dies_after", "every"), [(5, 3), (6, 5)])
 def test_a_killed_run_makes_a_change_of_the_budget_again(
     dies_after: int,

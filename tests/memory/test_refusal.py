@@ -86,6 +86,7 @@ def test_adapters_of_70b_on_eight_h100s() -> None:
     assert re.search(r"\n  together +82\.1 GiB +251 GiB$", text)
 
 
+@pytest.mark.exhaustive
 def test_engines_that_processes_share_are_a_way_out() -> None:
     """70B with all weights: whole matrices on each of 32 GPUs, or a part of them on each of 8."""
     made = planner(model_shape("llama-3.1-70b"), H200, 8)

@@ -62,6 +62,7 @@ def test_peft_computes_our_logits_and_writes_our_bytes(
     check_with_peft(adapted(base, family, lora), base, tmp_path)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "named",
     [
@@ -131,6 +132,7 @@ def test_a_folder_of_adapters_is_the_policy_again(
         assert torch.equal(master, model.policy.masters[name])
 
 
+@pytest.mark.few(1)
 def test_int8_moves_what_stands_out_into_every_a_behind_the_norm(
     base: Path, family: Family, tmp_path: Path
 ) -> None:
@@ -241,7 +243,7 @@ def save(config: ModelConfig, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 def test_adapters_of_one_linear_alone_change_the_function(family: Family) -> None:
     """Each linear's adapter alone, so that none is left out in silence."""
     plain = random_policy(config_of(family, None), "bf16", seed=0)

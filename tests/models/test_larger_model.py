@@ -88,6 +88,7 @@ def newer(name: str) -> str:
     return f"model.{name}" if name.startswith(REST) else name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_newer", [False, True])
 def test_a_run_leaves_the_tower_as_it_was(made: Path, is_newer: bool, tmp_path: Path) -> None:
     """Every byte that was not trained, under the same names, and what is trained changes alone."""
@@ -205,7 +206,7 @@ def test_adapters_have_the_names_of_the_larger_model(
     check_adapters(made, preset, tmp_path)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("has_experts", [False, True])
 def test_so_have_those_of_delta_nets(has_experts: bool, tmp_path: Path) -> None:
     made = qwen(tmp_path / "qwen", has_experts)

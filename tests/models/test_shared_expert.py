@@ -61,7 +61,7 @@ def make(family: Family = "qwen3_next", preset: Preset = "fp32", width: int = 96
     return disturbed(policy)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_decoding_chunks_and_training_have_the_same_bits(preset: Preset, family: Family) -> None:
@@ -158,6 +158,7 @@ def theirs(folder: Path) -> torch.Tensor:
         return model(IDS[None]).logits[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_goes_to_transformers_and_back(family: Family, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -191,6 +192,7 @@ def stacked(folder: Path, layers: tuple[int, ...]) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_in_one_tensor_are_read(family: Family, tmp_path: Path) -> None:
     """In all layers or in some; transformers reads the folder, too."""
@@ -238,6 +240,7 @@ def test_a_folder_that_is_not_whole_is_refused(
         load_policy(tmp_path, "fp32")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_export_in_fp8_is_read_to_the_same_bits(family: Family, tmp_path: Path) -> None:
     """Gates and routers are in BF16; experts' matrices are written one by one, each with scales.

@@ -44,7 +44,7 @@ def check(shape: str, preset: Preset = "fp8") -> VerifyResult:
     return verify_shape(shape, PrecisionConfig(preset=preset), "cpu", OPTIONS)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", SHAPES)
 def test_nothing_differs_and_everything_happened(shape: str) -> None:
     result = check(shape)

@@ -35,6 +35,7 @@ def check(folder: Path, preset: Preset = "fp8") -> VerifyResult:
     return verify(folder, PrecisionConfig(preset=preset), OPTIONS)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("one_scenario")
 @pytest.mark.parametrize(
     ("fault", "preset"), [(exp2_in_attention, "fp32"), (rollouts_attention_in_fp32, "bf16")]

@@ -167,6 +167,7 @@ def test_the_mix_of_tasks_trains_and_evaluates_each(tmp_path: Path) -> None:
     assert summary["tokens_differing"] == 0 != summary["tokens_compared"]
 
 
+@pytest.mark.exhaustive
 def test_the_evaluation_of_the_mix_keeps_its_own_problems(tmp_path: Path) -> None:
     """Entries are drawn from seed + index: seeds closer than the sizes would give the same problems
     to both.
@@ -226,6 +227,7 @@ def test_the_quickstart_measures_what_it_promises() -> None:
     assert config.precision.preset == "int8"
 
 
+@pytest.mark.exhaustive
 def test_fine_tuning_on_worked_examples_lowers_the_loss(tmp_path: Path) -> None:
     small = {
         **FEW_ROWS,
@@ -262,6 +264,7 @@ def test_products_are_learnt_from_transcripts_and_then_with_a_calculator(tmp_pat
     assert (tmp_path / "run" / "environment.jsonl").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("recipe", "layers"), [("moe", 2), ("hybrid", 4)])
 def test_a_decoder_learns_from_random_weights(recipe: str, layers: int, tmp_path: Path) -> None:
     small = {"training__prompts_per_step": 16, "data__eval__held_out__limit": 8}
@@ -272,6 +275,7 @@ def test_a_decoder_learns_from_random_weights(recipe: str, layers: int, tmp_path
     assert after < before
 
 
+@pytest.mark.exhaustive
 def test_a_reward_model_learns_from_the_shipped_pairs_and_scores_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -400,6 +400,7 @@ def test_grading_goes_on_while_other_work_is_done(
     wait_until((tmp_path / "early").exists)
 
 
+@pytest.mark.exhaustive
 def test_a_batch_function_has_the_deadlines_of_its_completions_together(tmp_path: Path) -> None:
     path = tmp_path / "batch.py"
     path.write_text(
@@ -472,6 +473,7 @@ def test_processes_are_not_started_without_end(
         graders.collect([group(*"abcdefgh")])
 
 
+@pytest.mark.exhaustive
 def test_a_module_that_loads_once_alone_is_told(make_graders: MakeGraders, tmp_path: Path) -> None:
     seen = str(tmp_path / "seen")
     graders = make_graders(

@@ -142,7 +142,7 @@ def poison(policy: Policy, name: str) -> None:
     policy.adapters[name] = replace(adapted, weights=replace(adapted.weights, linears=linears))
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("runner", ["direct", "delayed"])
 def test_an_adapter_of_nans_fails_its_requests_alone(
     runner: str, base: Path, folders: Mapping[str, Path]

@@ -168,7 +168,7 @@ class Run:
         ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sizes", [SIZES, TIGHT], ids=["wide", "tight"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["plain", "opens", "rewards", "leads"])
@@ -189,7 +189,7 @@ def test_they_have_the_bits_of_episodes_that_stay(kind: str, seed: int, sizes: A
     assert not run.episodes._stopped
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", [4, 5])
 @pytest.mark.parametrize("kind", ["plain", "opens", "rewards", "leads"])
 def test_an_evaluation_of_the_same_prompts_meets_none_of_them(kind: str, seed: int) -> None:
@@ -209,7 +209,7 @@ def test_an_evaluation_of_the_same_prompts_meets_none_of_them(kind: str, seed: i
     assert evaluations.keys() == {True}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("taken", ["before the step", "before the first token", "in the middle"])
 @pytest.mark.parametrize("kind", ["plain", "opens", "leads"])
 def test_a_record_that_is_taken_in_a_step_has_the_answers_of_the_step(

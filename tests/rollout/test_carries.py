@@ -197,7 +197,7 @@ def check_same(made: list[list[Completion]], expected: list[list[Completion]]) -
     assert made == expected
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("preset", ["bf16", "int8"])
 def test_what_is_drawn_alone_is_what_the_training_forward_computes(preset: Preset) -> None:
     recorded = recorded_log_probs(plainly(preset))
@@ -206,7 +206,7 @@ def test_what_is_drawn_alone_is_what_the_training_forward_computes(preset: Prese
     assert torch.equal(recorded, expected)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @both_executors
 @pytest.mark.parametrize("preset", ["bf16", "int8"])
 @pytest.mark.parametrize(("name", "carries", "sizes"), SIZES, ids=[name for name, *_ in SIZES])
@@ -225,7 +225,7 @@ def test_samples_in_company_draw_what_they_draw_alone(
     check_empty(engine)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @both_executors
 @pytest.mark.parametrize("preset", ["bf16", "int8"])
 @pytest.mark.parametrize("right", [0.0, 0.8, 1.0])
@@ -253,7 +253,7 @@ def test_guesses_over_the_end_of_a_chunk_draw_what_is_drawn_without(
     check_empty(engine)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @both_executors
 @pytest.mark.parametrize("preset", ["bf16", "int8"])
 @pytest.mark.parametrize("prompts", [4, 7])

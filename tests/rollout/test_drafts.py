@@ -272,6 +272,7 @@ def test_completions_do_not_depend_on_what_is_guessed(
     check_policy(name, sampling, sizes, right, most)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["bf16", "fp8", "int8", "moe", "windows"])
 def test_every_flow_accepts_what_is_guessed_right(name: str) -> None:
     stats = check_policy(name, 0, TIGHT, 0.9, 5).stats
@@ -358,7 +359,7 @@ def test_a_guess_that_makes_a_nan_leaves_none_to_those_who_read_its_tile(pipelin
     assert torch.equal(recorded_log_probs(again), recorded_log_probs(groups))
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @both_executors
 @pytest.mark.parametrize("name", ["first"])
 def test_adapters_beside_the_base_draw_what_they_draw(
@@ -380,7 +381,7 @@ def test_adapters_beside_the_base_draw_what_they_draw(
 # ------------------------------------------------------------------- what comes and goes between
 
 
-@pytest.mark.pairs
+@pytest.mark.few(1)
 @both_executors
 @pytest.mark.parametrize("sizes", [test_parked.ROOMY, test_parked.FEW], ids=["roomy", "few"])
 def test_turns_with_parked_pages_draw_the_same(sizes: dict[str, Any], pipelined: bool) -> None:
@@ -918,6 +919,7 @@ def test_samples_that_end_last_are_noted_in_the_next_rollout(pipelined: bool) ->
     assert ended not in drafter._ended and ended.noted == len(ended.tokens)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [SPECULATED_ROWS - 1, SPECULATED_ROWS, 255, 256, 300])
 def test_more_samples_than_can_have_guesses_end(count: int) -> None:
     """All at once, and one by one."""

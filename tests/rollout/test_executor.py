@@ -63,6 +63,7 @@ def test_every_batch_gives_what_a_plain_loop_gives(batch: tuple[list[Request], d
     check_left_alone(runner)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=examples(30), deadline=None)
 @given(batches())
 def test_samples_that_wait_to_start_together_draw_the_same(
@@ -109,6 +110,7 @@ def test_the_place_of_a_sample_that_stopped_goes_to_the_next():
     check_left_alone(runner)
 
 
+@pytest.mark.exhaustive
 def test_preemption_waits_for_tokens_in_flight():
     wanted = [request(i, 40, 2, max_new_tokens=150) for i in range(3)]
     engine, _, runner = make_pipelined(kv_pages=6)

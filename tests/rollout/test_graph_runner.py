@@ -308,7 +308,7 @@ def test_every_batch_has_a_size_and_the_largest_is_exact(most: int) -> None:
         assert size < 2 * batch or size - batch < 64
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("right", [None, 0.8])
 @pytest.mark.parametrize("few", [0, 1], ids=["roomy", "few"])
 def test_what_is_carried_goes_with_each_step(few: int, right: float | None) -> None:

@@ -121,6 +121,7 @@ def test_servers_publish_the_bytes_of_the_trainer(preset: Preset) -> None:
             assert generate(engine, wanted) == generate(native, wanted)
 
 
+@pytest.mark.exhaustive
 def test_experts_are_drawn_with_their_routings() -> None:
     changes = {"family": "qwen3_moe", "experts": Experts(4, 2, 128, renormalise=True)}
     policy, wanted = changed_policy(**changes), requests()[:2]
@@ -130,7 +131,7 @@ def test_experts_are_drawn_with_their_routings() -> None:
     assert all(one.routings for group in found for one in group)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9, "top_k": 20}])
 def test_a_run_that_was_killed_goes_on_with_what_servers_have_drawn(
     two: list[str], filters: Mapping[str, Any]
@@ -282,6 +283,7 @@ def test_samples_beyond_the_places_of_servers_wait() -> None:
         assert generate(engine, wanted) == generate(native_of(policy), wanted)
 
 
+@pytest.mark.exhaustive
 def test_a_server_whose_places_others_have_is_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -297,6 +299,7 @@ def test_a_server_whose_places_others_have_is_asked_again(
         assert generate(engine, wanted) == generate(native_of(policy), wanted)
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_comes_back_as_another_is_left_out() -> None:
     policy = changed_policy()
     with served() as stays, ExitStack() as stack:
@@ -343,6 +346,7 @@ def test_a_server_is_lost_and_comes_back() -> None:
             assert any(f"{leaves} samples" in one for one in engine.notes())
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_came_up_after_the_engine_has_sizes_before_it_draws() -> None:
     """It did not answer when it was asked first, and does when it is given the weights."""
     policy, wanted = policy_of("fp8"), requests()
@@ -358,7 +362,7 @@ def test_a_server_that_came_up_after_the_engine_has_sizes_before_it_draws() -> N
             assert generate(engine, wanted) == generate(native_of(policy), wanted)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("pages", [1, 2])
 def test_a_server_that_comes_later_draws_what_its_cache_holds(pages: int) -> None:
     """It has a smaller one than those that answered when the engine was made; the others go on with
@@ -504,6 +508,7 @@ def test_a_run_by_servers_leaves_the_bytes_of_a_native_one_though_one_is_killed(
     assert manifest["precision"]["exact"] is True and KEY not in json.dumps(manifest)
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_waits_for_its_servers_between_two_steps_stops_on_a_signal(
     make_run: Callable[..., RunConfig], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

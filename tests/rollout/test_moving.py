@@ -99,6 +99,7 @@ def test_samples_that_move_at_will_draw_what_they_draw_in_one_engine(pipelined: 
         check_empty(engine)
 
 
+@pytest.mark.few(1)
 @both_executors
 @settings(max_examples=examples(25), deadline=None)
 @given(batch=batches(), seed=st.integers(0, 1000))

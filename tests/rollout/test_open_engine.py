@@ -68,6 +68,7 @@ def is_prefix(completion: Completion, plain: tuple[list[int], list[float]]) -> b
 # ------------------------------------------------------------------------------------ coming
 
 
+@pytest.mark.few(1)
 @both_executors
 @settings(max_examples=examples(30), deadline=None)
 @given(

@@ -53,6 +53,7 @@ def first_come(line: Sequence[Sample], *_: Any) -> Sequence[Sample]:
     return line
 
 
+@pytest.mark.few(1)
 @both_executors
 @settings(max_examples=examples(60), deadline=None)
 @given(batch=batches())
@@ -105,7 +106,7 @@ def steps_of(engine: NativeEngine, visit: int, lengths: list[list[int]]) -> int:
     return engine.stats.forwards
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seeds", [(2,), (0, 1, 2)])
 def test_a_batch_of_skewed_lengths_takes_fewer_steps_in_order(seeds: tuple[int, ...]) -> None:
     """And fewer again at the second visit, when the first has told the lengths of all groups."""
@@ -157,6 +158,7 @@ def held_pages(engine: NativeEngine) -> int:
     return sum(len(prompt.pages) for prompt in engine._scheduler._held)
 
 
+@pytest.mark.few(1)
 @both_executors
 def test_prompts_are_held_to_a_share_of_the_cache(
     pipelined: bool, monkeypatch: pytest.MonkeyPatch

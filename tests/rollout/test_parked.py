@@ -125,6 +125,7 @@ def test_kept_and_recomputed_turns_draw_the_same(pipelined: bool) -> None:
     assert off.prompt_tokens > 3 * kept.prompt_tokens
 
 
+@pytest.mark.few(1)
 @both_executors
 @settings(max_examples=examples(60), deadline=None)
 @given(batch=batches(), seed=st.integers(0, 1000), stops=st.integers(1, 6))

@@ -46,7 +46,7 @@ def scoring_of(request: Request, completion: Completion, alternatives: int = 0) 
     return Scoring((*ids, *completion.token_ids), len(ids), temperature, alternatives)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("preset", "tokens"), [("fp8", 23), ("fp8", 2048), ("fp8-rollout", 100), ("int8", 100)]
 )

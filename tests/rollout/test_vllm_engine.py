@@ -155,7 +155,7 @@ def test_blocks_that_vllm_quantises_again_are_compared_as_numbers(
         generate(engine_of(policy), requests())
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("calibration", ["engine", "never"])
 def test_scales_of_the_cache_are_made_again_or_kept(calibration: str) -> None:
     """After other weights, and through its sleep."""
@@ -205,6 +205,7 @@ def test_it_sleeps_and_wakes_with_its_samples() -> None:
     assert apart(policy, wanted, [[found[one] for one in handles]]) < 0.06
 
 
+@pytest.mark.exhaustive
 def test_half_done_samples_come_from_the_native_engine_and_go_back() -> None:
     policy, wanted = policy_of("bf16", vocab_size=96, num_layers=2), requests(temperature=0.0)
     native = NativeEngine(policy, RolloutConfig(), BYTES, 0)
@@ -225,6 +226,7 @@ def test_half_done_samples_come_from_the_native_engine_and_go_back() -> None:
     assert all(found[handle].length == length for handle, length in by_prompt)
 
 
+@pytest.mark.exhaustive
 def test_stop_strings_and_aborts_end_samples_here() -> None:
     engine = engine_of(policy_of("bf16"))
     wanted = [

@@ -99,6 +99,7 @@ def test_it_samples_from_the_published_weights(preset: Any, folder: Path) -> Non
     assert versions == {policy.version}
 
 
+@pytest.mark.exhaustive
 def test_an_update_pauses_the_server_and_live_samples_go_on(folder: Path) -> None:
     """Each token has the version that drew it; the file of the version before is gone."""
     policy = changing_policy()
@@ -122,7 +123,7 @@ def test_an_update_pauses_the_server_and_live_samples_go_on(folder: Path) -> Non
         assert server.calls.count("isobit_update") == 2
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("calibration", "again"), [("engine", 2), ("never", 1)])
 def test_scales_of_the_cache_are_made_again_or_kept(
     calibration: str, again: int, folder: Path
@@ -238,6 +239,7 @@ def test_samples_that_others_end_are_drawn_on(folder: Path) -> None:
         assert not server.is_paused and server.calls.count("isobit_update") == 2
 
 
+@pytest.mark.exhaustive
 def test_stop_strings_and_aborts_end_samples_here(folder: Path) -> None:
     """Each such sample has a stream of its own, which is closed; so have greedy ones."""
     policy = policy_of("bf16")

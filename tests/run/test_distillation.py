@@ -332,7 +332,7 @@ def test_the_first_step_is_at_0_from_ones_own_function(
     assert found == (model / "model.safetensors").read_bytes()
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kl", ["sampled", "reverse"])
 def test_beside_a_reward_a_run_is_exact_and_resumed_to_the_same_bytes(
     kl: str, make_run: MakeRun, tmp_path: Path

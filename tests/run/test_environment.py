@@ -214,6 +214,7 @@ def test_a_run_goes_on_with_tools_that_fail(
     assert all(line["episode/results/cut"] + line["episode/results/error"] > 0 for line in steps)
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_went_on_without_its_environment_and_a_set_is_replayed(
     acting_config: MakeConfig,
 ) -> None:
@@ -251,6 +252,7 @@ def test_calls_that_all_fail_are_told() -> None:
     assert describe_failed_calls([made(("malformed", "x")), made()]) is None
 
 
+@pytest.mark.exhaustive
 def test_what_cannot_be_acted_in_is_refused(acting_config: MakeConfig) -> None:
     with pytest.raises(ToolError, match="has no class 'Contuer'"):
         train(acting_config("Contuer"), silent())

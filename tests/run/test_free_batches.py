@@ -160,7 +160,7 @@ class Hurried:
         return self._state >> 16
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("before", "after", "steps"), [(4, 1, 6), (4, 2, 4), (4, 4, 3), (1, 3, 5)])
 def test_other_bounds_and_steps_at_a_resume(
     before: int,
@@ -217,6 +217,7 @@ def test_a_schedule_that_time_has_made_is_replayed_and_resumed(
     assert left_by(config.output) == expected
 
 
+@pytest.mark.exhaustive
 def test_a_replay_that_draws_a_token_by_other_weights_is_found(
     free: MakeConfig, tmp_path: Path
 ) -> None:
@@ -291,7 +292,7 @@ def work(world: World, case: dict[str, Any]) -> None:
     train_by_ranks(config, resume=case.get("resume", False), world=world)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_draw_together_what_one_process_replays(ranks: int, tmp_path: Path) -> None:
     write_model(tmp_path, "dense")
@@ -306,7 +307,7 @@ def test_ranks_draw_together_what_one_process_replays(ranks: int, tmp_path: Path
     assert replay(root, say=lambda _: None).differences == []
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("ranks", "rollouters"), [(2, 1), (3, 2), (2, 0)], ids=["1 + 1", "1 + 2", "in turn"]
 )
@@ -383,6 +384,7 @@ def test_rollouters_draw_while_a_step_learns_and_one_process_replays_it(
     assert replay(root, say=lambda _: None).differences == []
 
 
+@pytest.mark.exhaustive
 def test_a_line_that_no_run_would_write_is_told(
     free: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -473,6 +475,7 @@ def refused(world: World, case: dict[str, Any]) -> str:
     raise AssertionError("it has begun")
 
 
+@pytest.mark.exhaustive
 def test_an_error_while_it_samples_leaves_what_was_open(
     free: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -505,7 +508,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("staleness", [1, 2])
 @pytest.mark.parametrize("change", OTHERS)
 def test_open_groups_of_other_settings_are_drawn_from_their_beginning(

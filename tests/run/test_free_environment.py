@@ -73,7 +73,7 @@ def open_samples(root: Path, step: int) -> list[Any]:
     return completions_of(value_of(tensors["samples"]))
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["Counter", "Paced", "Speaks"])
 def test_without_staleness_it_is_the_synchronous_run(
     name: str, free_acting: MakeConfig, tmp_path: Path
@@ -87,8 +87,10 @@ def test_without_staleness_it_is_the_synchronous_run(
     assert [line["drawn"] for line in schedule_of(config.output)] == [[]] * 3
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("step", [3, None])
 def test_episodes_go_on_with_other_weights_and_are_replayed(
-    free_acting: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    step: int | None, free_acting: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = free_acting(2)
     summary = train(config, silent())
@@ -109,9 +111,8 @@ def test_episodes_go_on_with_other_weights_and_are_replayed(
         assert all(sequence.weights_versions[~sequence.loss_mask] == GIVEN)
 
     ask_nothing(monkeypatch)
-    for step in (None, 3):
-        again = replay(config.output, step, say=lambda _: None, recorded_rewards=True)
-        assert again.differences == []
+    again = replay(config.output, step, say=lambda _: None, recorded_rewards=True)
+    assert again.differences == []
 
 
 def ask_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +145,7 @@ def test_a_schedule_that_time_has_made_is_replayed_and_resumed(
     assert left_with_answers(config.output) == expected
 
 
+@pytest.mark.exhaustive
 def test_records_cut_before_the_only_checkpoint_lose_nothing_of_later_steps(
     free_acting: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +212,7 @@ def told_turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return told
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("staleness", [None, 0, 1])
 @pytest.mark.parametrize("samples", [2, 3])
 def test_every_token_is_counted_where_all_turns_end_at_once(
@@ -279,7 +281,7 @@ def test_servers_draw_open_episodes_on_while_a_step_learns(
     assert again.differences == []
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["Counter", "Speaks", "Slow"])
 @pytest.mark.parametrize("turns", [3, 0])
 @pytest.mark.parametrize("error", [RewardError, ServerError, ToolError])
@@ -339,6 +341,7 @@ def test_a_step_is_not_lost_where_a_rollouter_fails_beside_it(
     assert replay(config.output, say=lambda _: None).differences == []
 
 
+@pytest.mark.exhaustive
 def test_a_server_has_room_for_few_episodes(
     free_acting: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,7 +397,7 @@ def test_processes_stay_while_steps_learn_and_over_evaluations(
     assert replay(config.output, say=lambda _: None).differences == []
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "rollouters", "name"), [(2, 1, "Counter"), (3, 2, "Paced")])
 def test_rollouters_draw_open_episodes_on_while_a_step_learns(
     ranks: int, rollouters: int, name: str, free_acting: MakeConfig

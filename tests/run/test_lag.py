@@ -199,7 +199,7 @@ def test_a_signal_in_the_middle_of_a_step_leaves_the_batches_that_waited(
     assert {name: found[name] for name in kept} == {name: expected[name] for name in kept}
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "sections",
     [
@@ -259,7 +259,7 @@ def train_two_steps(config: RunConfig, patch: pytest.MonkeyPatch) -> None:
         train_to_a_death(patch, config, resume=step > 1)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lag", [2, 1])
 @pytest.mark.parametrize("change", OTHERS)
 def test_what_was_drawn_by_other_settings_is_drawn_again(
@@ -301,7 +301,7 @@ def is_of_a_step(line: dict[str, Any]) -> bool:
     return line["prompts"][0][0].startswith("train/")
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lag", [2, 1, 3])
 def test_another_reward_grades_what_waits_again(
     lag: int,
@@ -324,6 +324,7 @@ def test_another_reward_grades_what_waits_again(
         assert found.differences == []
 
 
+@pytest.mark.exhaustive
 def test_greedy_samples_that_wait_cannot_be_graded_again(
     lagging: MakeConfig,
     write_reward: Callable[[str], str],
@@ -353,6 +354,7 @@ def test_a_sample_of_another_prompt_is_refused(
         train(config, resume=True, allowed=["data"])
 
 
+@pytest.mark.exhaustive
 def test_more_steps_than_were_to_be_sampled_ahead_have_to_be_allowed(
     lagging: MakeConfig, tmp_path: Path
 ) -> None:
@@ -376,7 +378,7 @@ def digests_of(root: Path) -> list[dict[str, Any]]:
     return lines(root / "digests.jsonl")
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("lag", "steps"), [(0, 4), (1, 3)])
 def test_a_run_that_ends_earlier_leaves_no_record_of_other_steps(
     lag: int, steps: int, lagging: MakeConfig, tmp_path: Path

@@ -102,6 +102,7 @@ def test_a_run_is_exact_and_leaves_adapters(
         assert (one / WEIGHTS_FILE).read_bytes() == (folder / WEIGHTS_FILE).read_bytes()
 
 
+@pytest.mark.exhaustive
 def test_a_model_in_int8_is_trained_on_as_it_is(
     make_config: MakeConfig, model: Path, tmp_path: Path
 ) -> None:
@@ -124,7 +125,7 @@ def test_a_resumed_run_has_the_same_bytes(make_config: MakeConfig, tmp_path: Pat
     check_resumed(make_config(), make_config(output=str(tmp_path / "cut")))
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["int8", "fp8", "bf16"])
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
 def test_so_has_that_of_a_hybrid_whose_delta_nets_learn(
@@ -144,6 +145,7 @@ def test_so_has_that_of_a_hybrid_whose_delta_nets_learn(
         assert bool(masters[f"layers.0.{path}.lora_B.weight"].any())
 
 
+@pytest.mark.exhaustive
 def test_all_linears_of_a_run_of_an_earlier_version_are_those_that_it_had(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -238,6 +240,7 @@ def test_adapters_that_nobody_reads_are_noticed_before_step_1(
         train(make_config(precision={"preset": "fp8", "kv_scales": kv_scales}))
 
 
+@pytest.mark.exhaustive
 def test_fine_tuning_and_going_on_from_its_adapters(
     make_config: MakeConfig, model: Path, tmp_path: Path
 ) -> None:

@@ -101,6 +101,7 @@ def test_reinforcement_learning_counts_the_experts_that_differ(
     assert "Differing routings" in page
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_has_the_bytes_of_one_that_was_never_stopped(
     moe_run: Path,
     make_config: Callable[..., RunConfig],

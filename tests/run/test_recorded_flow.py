@@ -87,6 +87,7 @@ def whole(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", [without_values, without_keys])
 def test_a_run_of_an_earlier_version_goes_on_with_its_backward(
     change: Callable[[dict[str, Any]], None],
@@ -174,6 +175,7 @@ def test_a_run_of_an_earlier_version_goes_on_in_fp8_where_its_recipe_names_none(
     assert read_run(cut.output).flow == "fp8"
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_an_earlier_version_goes_on_without_special_tokens_where_its_recipe_leaves_that(
     make_run: MakeConfig,
 ) -> None:

@@ -115,7 +115,7 @@ def test_a_folder_that_has_changed_meanwhile_is_refused(
     assert train(longer, resume=True).steps == 2
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_run_of_an_earlier_version_is_graded_in_fp8_to_its_end(
     make_config: MakeConfig, reward_folder: Path, tmp_path: Path, alone: bool

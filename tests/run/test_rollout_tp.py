@@ -41,7 +41,7 @@ def check_equal(folder: Path, one: str, other: str) -> None:
     assert [name for name in expected if found[name] != expected[name]] == []
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("size", "ranks", "precision"), [(4, 2, "int8"), (2, 2, "fp8"), (2, 2, "bf16")]
 )
@@ -74,7 +74,7 @@ def die_in_step_three(world: World, case: dict[str, Any]) -> None:
         run(world, case)
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("killed", "resumed"), [((2, 2), (2, 1)), ((2, 1), (2, 2))])
 def test_a_run_is_resumed_to_the_same_bytes_where_others_share_its_engines(
     killed: tuple[int, int], resumed: tuple[int, int], tmp_path: Path

@@ -114,6 +114,7 @@ def deaf(world: World, case: dict[str, Any]) -> str:
     return "nothing"
 
 
+@pytest.mark.exhaustive
 def test_rollouters_that_do_not_read_adapters_are_noticed_before_step_1(tmp_path: Path) -> None:
     write_model(tmp_path, "dense")
     case = {"folder": str(tmp_path), "steps": 2, "lag": 1, "algorithm": "grpo", "output": "run"}

@@ -318,6 +318,7 @@ def test_the_device_is_that_of_the_configuration(
     )
 
 
+@pytest.mark.exhaustive
 def test_a_held_out_loss_without_memory_is_measured_in_smaller_micro_batches(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,6 +348,7 @@ def test_a_held_out_loss_without_memory_is_measured_in_smaller_micro_batches(
         sft(none)
 
 
+@pytest.mark.exhaustive
 def test_an_out_of_memory_is_journalled(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,6 +70,7 @@ def seen(
     return run
 
 
+@pytest.mark.exhaustive
 def test_they_are_hidden_or_shown_but_the_stop(
     seen: Callable[..., list[tuple[str, list[int]]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,6 +109,7 @@ def test_stop_strings_read_what_is_shown(folder: Path) -> None:
         assert one.text.startswith(other.text)
 
 
+@pytest.mark.exhaustive
 def test_they_are_shown_by_themselves_where_gpt_oss_has_its_channels(
     make_config: Callable[..., RunConfig], folder: Path
 ) -> None:

@@ -123,7 +123,7 @@ def refuse(*_: Any, **__: Any) -> None:
     raise AssertionError("what is recorded was not taken")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("step", [None, STEPS], ids=["whole", "from a checkpoint"])
 def test_it_is_replayed(step: int | None, run: Path) -> None:
     result = replay(run, step, quiet)
@@ -131,7 +131,7 @@ def test_it_is_replayed(step: int | None, run: Path) -> None:
     assert result.steps == range(step or 0, STEPS + 1)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("done", [0, STEPS - 1], ids=["without a checkpoint", "from the last"])
 def test_it_is_resumed_to_the_same_files(
     done: int, run: Path, other: Path, monkeypatch: pytest.MonkeyPatch

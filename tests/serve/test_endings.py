@@ -114,6 +114,7 @@ def test_sigterm_lets_answers_end_and_takes_nothing_new(tmp_path: Path) -> None:
     assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.exhaustive
 def test_what_outlasts_the_grace_is_cut_off(tmp_path: Path) -> None:
     with serving("starter", tmp_path, "--name", "chatty", "--grace", "1") as server:
         stream, whole = (begin(server, LONG | {"n": 50, "stream": one}) for one in (True, False))

@@ -191,6 +191,7 @@ def test_a_client_that_comes_back_is_told_what_was_drawn_meanwhile(
     assert kept > drawn
 
 
+@pytest.mark.exhaustive
 def test_a_sample_that_was_dropped_goes_on_behind_what_was_drawn(
     client: Client, tensors: dict[str, torch.Tensor]
 ) -> None:
@@ -206,7 +207,7 @@ def test_a_sample_that_was_dropped_goes_on_behind_what_was_drawn(
     assert counts(client)[0] - before == expected.length
 
 
-@pytest.mark.few(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("change", ["key", "tokens", "sampling", "length", "client", "weights"])
 def test_what_differs_in_anything_is_drawn_anew(
     client: Client, tensors: dict[str, torch.Tensor], change: str
@@ -249,6 +250,7 @@ def test_a_client_that_stays_away_is_given_up(
         assert client.get("step", {**step, "session": 2})["kept"] == []
 
 
+@pytest.mark.exhaustive
 def test_live_samples_that_are_not_asked_for_again_end(
     tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +268,7 @@ def test_live_samples_that_are_not_asked_for_again_end(
         assert counts(client)[0] < 9 * 200
 
 
+@pytest.mark.exhaustive
 def test_the_oldest_that_have_ended_are_forgotten_beyond_a_size(
     tensors: dict[str, torch.Tensor], client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

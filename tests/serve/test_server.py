@@ -143,7 +143,7 @@ def _joined(chunks: list[dict[str, Any]]) -> dict[int, Any]:
         {"logprobs": 2, "stop": ["1"]},  # its text ends before its tokens
     ],
 )
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_a_stream_adds_up_to_the_answer(server: Running, how: dict[str, Any]) -> None:
     asked = ASKED | how
     whole = choices(server.answer(asked))
@@ -165,6 +165,7 @@ def test_a_stream_adds_up_to_the_answer(server: Running, how: dict[str, Any]) ->
         }
 
 
+@pytest.mark.exhaustive
 def test_choices_are_streamed_side_by_side_with_their_alternatives(client: "OpenAI") -> None:
     def ask(**how: Any) -> Any:
         return client.chat.completions.create(

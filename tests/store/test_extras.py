@@ -97,6 +97,7 @@ def content(root: Path, step: int) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
+@pytest.mark.exhaustive
 def test_their_files_are_written_once_they_hold_something(
     make_config: MakeConfig, extras: Extras
 ) -> None:
@@ -259,6 +260,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_file_of_an_extra_rules_the_checkpoint_out(
     make_config: MakeConfig, extras: Extras, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -212,7 +212,7 @@ def test_one_process_writes_safetensors_and_a_digest_for_each_chunk(
         assert torch.equal(diary["pages"], drawn((77,), torch.int32, 5))
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [2, 3])
 def test_several_ranks(size: int, alone: Path) -> None:
     found = in_world(size, f"{__name__}:everything", str(alone / str(size)))

@@ -323,6 +323,7 @@ def starve_at_once(world: World, at_call: int) -> list[Any]:
     return starved_update(make_trainer(CASES[0], world), world, at_call)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("at_call", [1, 2])
 def test_no_rank_waits_for_one_without_memory_for_its_first_gradients(at_call: int):
     expected = starve_at_once(ALONE, at_call)

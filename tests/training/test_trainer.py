@@ -115,6 +115,7 @@ def test_training_twice_gives_the_same_bits(
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
+@pytest.mark.exhaustive
 def test_another_cut_rounds_otherwise_where_wgrad_is_in_int8(
     make_trainer: MakeTrainer, make_groups: MakeGroups, gradients_of: GradientsOf
 ) -> None:
@@ -130,7 +131,7 @@ def test_another_cut_rounds_otherwise_where_wgrad_is_in_int8(
         assert 1e-3 < error < 0.05, f"{name}: {error:.2e}"
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("moments", ["fp8", "fp32", "bf16"])
 def test_going_on_from_what_was_stored_gives_the_same_bits(
     moments: str, make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot
@@ -174,7 +175,7 @@ def test_going_on_from_what_was_stored_gives_the_same_bits(
     assert kinds == {"step": "float32", **expected[moments]}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", sorted(FAMILIES, key=lambda name: name != "qwen3_5_text"))
 def test_an_update_moves_every_master_and_publishes(
     family: Family, make_groups: MakeGroups, snapshot: Snapshot

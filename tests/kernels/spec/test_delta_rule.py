@@ -191,7 +191,7 @@ def test_parts_have_the_bits_of_the_whole(
     assert torch.equal(rollout.output, expected)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("accepted", [0, 1, 3])
 @pytest.mark.parametrize("at", [1, 60, 62, 63, 64, 65, 127])
 def test_rows_of_guesses_that_are_rejected_leave_nothing(at: int, accepted: int) -> None:
@@ -264,6 +264,7 @@ def test_two_samples_of_a_prompt_go_on_alone(begun: int) -> None:
     assert not torch.equal(rollout.output[begun:], first[begun:])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("seed", "far"), [(0, 0.0), (1, 0.0), (1, 100.0)])
 def test_gradients_are_as_near_to_fp64_as_theirs(seed: int, far: float) -> None:
     """Also where exp(-x) of a few inputs is beyond FP32, and where a step is exactly 0, as of some
@@ -325,7 +326,7 @@ def test_gradients_are_added_and_repeat() -> None:
         assert torch.equal(getattr(twice, name), 2 * getattr(once, name))
 
 
-@pytest.mark.few(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lengths", [(8,) * 32, (64,) * 3, (65, 3), (200,)])
 def test_memory_is_what_plans_say(lengths: tuple[int, ...]) -> None:
     """Of heads that are large enough for states and chunks to show."""

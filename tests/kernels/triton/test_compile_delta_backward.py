@@ -45,7 +45,7 @@ TYPES = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [128, 256])
 @pytest.mark.parametrize("name", KERNELS)
 def test_backward(name: str, size: int) -> None:

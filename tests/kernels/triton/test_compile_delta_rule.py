@@ -77,7 +77,7 @@ def test_a_product_is_one_chain_an_element(rows: int, warps: int) -> None:
         assert [operands[one] for one in ", ".join(ascending).split(", ")] == list(range(depth))
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("form", "in_training"), [*((form, False) for form in FORMS), (FORMS[-1], True)]
 )
@@ -100,7 +100,7 @@ def test_walk(form: RuleForm, in_training: bool) -> None:
     assert_assembles(made, {} if in_training else SPILLED.get(form.rows))
 
 
-@pytest.mark.few(1)  # which is compiled in a fifth of the others' time
+@pytest.mark.exhaustive  # which is compiled in a fifth of the others' time
 @pytest.mark.parametrize(
     ("rows", "in_training"), [(CHUNK, True), (CHUNK, False), (FEW_ROWS, False)]
 )

@@ -62,6 +62,7 @@ def test_backward_and_experts(what: str, tmp_path: Path) -> None:
     run_interpreted(f"tests.kernels.triton.interpreted_products:{what}", tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_model(tmp_path: Path) -> None:
     run_interpreted("tests.kernels.triton.interpreted_model:quick", tmp_path)
 

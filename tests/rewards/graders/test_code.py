@@ -270,6 +270,7 @@ def test_what_is_hostile_scores_zero_and_is_counted(code: str, kind: str) -> Non
     assert counts.take() == {kind: 1}
 
 
+@pytest.mark.exhaustive
 def test_a_packed_bomb_is_bounded_by_memory() -> None:
     """320 MiB in two layers of deflate, as long as a line."""
     packer = zlib.compressobj(1)
