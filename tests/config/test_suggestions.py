@@ -97,7 +97,7 @@ def answered(text: str, model: type[Strict] = RunConfig) -> str:
     return str(refused.value)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive  # those of published recipes are below
 def test_every_name_of_another_framework_is_answered() -> None:
     for row in (row for rows in foreign_rows().values() for row in rows):
         for framework, names in row.names.items():
@@ -277,7 +277,6 @@ def test_the_keys_of_a_table_are_listed_once() -> None:
     assert "zzz: unknown key\n" in message and "lr: unknown key" in message.splitlines()[-1]
 
 
-@pytest.mark.exhaustive
 def test_a_list_of_answers_is_not_cut_and_says_each_reason_once() -> None:
     names = [name for rows in foreign_rows().values() for row in rows for name in row.all_names()]
     words = [f"--{name.removesuffix('.*')}=1" for name in names if "." not in name]

@@ -52,7 +52,6 @@ def answer(pieces: Sequence[str], is_thinking: bool = False) -> Portions:
     return Portions(*map("".join, zip(*told, strict=True)))
 
 
-@pytest.mark.exhaustive
 @settings(max_examples=400)
 @given(parts=PARTS, sizes=st.lists(st.integers(0, 9), max_size=12), is_thinking=st.booleans())
 @example(["<|start|>", "assistant", *AHEAD, '{"a":1}'], [], False)

@@ -606,7 +606,6 @@ def test_damaged_and_other_compressions_are_named(
         load_rows(JsonlData(path=path))
 
 
-@pytest.mark.exhaustive
 def test_a_damaged_csv_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv.gz"
     path.write_bytes(gzip.compress(b"prompt\n" + b"a\n" * 99999)[:-20])

@@ -282,9 +282,7 @@ def trained(root: Path) -> list[list[list[Any]]]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "moment", [{"idle": 3}, pytest.param({"learning": 1}, marks=pytest.mark.exhaustive)], ids=str
-)
+@pytest.mark.parametrize("moment", [{"idle": 3}, {"learning": 1}], ids=str)
 def test_a_batch_that_only_its_line_names_is_drawn_again(
     moment: dict[str, int],
     command: Callable[[dict[str, int]], list[str]],

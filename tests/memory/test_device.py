@@ -78,7 +78,7 @@ def test_so_does_that_of_a_model_with_short_blocks(
     check_passes(replace(model_shape(shape), num_layers=4), preset, ("none",))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["fp8", "int8", "bf16"])
 @pytest.mark.parametrize("targets", [LORA_TARGETS, ("q_proj", "v_proj")])
 def test_so_does_that_of_adapters(
@@ -187,7 +187,7 @@ def test_split_products_are_within_what_is_planned(
     assert any(taken.values()) == (k >= 1024 and n < 16384)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.few(1)
 @pytest.mark.parametrize("head", HEADS)
 def test_scalar_heads_are_within_what_is_planned(
     head: str, monkeypatch: pytest.MonkeyPatch
@@ -223,7 +223,7 @@ def test_experts_are_within_what_is_planned(
         assert (saved + passing["a layer, forward"]) / measured["forward"] > 0.99
 
 
-@pytest.mark.exhaustive
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recompute", LEVELS)
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
 @pytest.mark.parametrize(

@@ -119,7 +119,6 @@ def test_quantization_config() -> None:
     outcomes.check(1 / 2)
 
 
-@pytest.mark.exhaustive
 def test_tokenizer(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()

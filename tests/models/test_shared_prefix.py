@@ -134,7 +134,7 @@ def gradients(
     return found
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_scores_have_the_bits_of_sequences_that_share_nothing(preset: Preset, shape: str) -> None:
@@ -150,7 +150,7 @@ def test_scores_have_the_bits_of_sequences_that_share_nothing(preset: Preset, sh
         assert_same_bits(expected, by_sequence(shared, passed))
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_gradients_repeat_whatever_is_computed_again(preset: Preset, shape: str) -> None:
@@ -199,7 +199,7 @@ def test_gradients_are_those_of_autograd(family: str, prompt: int) -> None:
         assert error(ours, exact[name]) < 3 * error(yardstick[name], exact[name]) + 1e-6, name
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", ["dense", "experts", "window in a prompt", "adapters"])
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
 def test_gradients_are_no_further_from_fp32_than_without_sharing(

@@ -185,7 +185,6 @@ def test_the_cache_that_holds_something_else_than_was_written(
     assert_named(part(), "layers.1.kv_cache.v", "KV write", "rollout")
 
 
-@pytest.mark.exhaustive
 def test_keys_encoded_differently_in_training(
     where: Where, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +201,6 @@ def test_keys_encoded_differently_in_training(
     assert_named(part(), "layers.1.kv_cache.k", "KV write", "training")
 
 
-@pytest.mark.exhaustive
 def test_a_page_that_is_not_copied_is_found_where_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -219,7 +217,6 @@ def test_positions_that_are_one_off_are_found_at_the_first_rotation(
     assert parting is not None and parting.difference.site == "layers.0.rope.q.unrounded"
 
 
-@pytest.mark.exhaustive
 def test_a_side_that_is_wrong_in_the_same_way_every_time_repeats_itself(
     where: Where, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -272,7 +272,6 @@ def test_completions_do_not_depend_on_what_is_guessed(
     check_policy(name, sampling, sizes, right, most)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["bf16", "fp8", "int8", "moe", "windows"])
 def test_every_flow_accepts_what_is_guessed_right(name: str) -> None:
     stats = check_policy(name, 0, TIGHT, 0.9, 5).stats

@@ -61,7 +61,6 @@ def test_off_policy_an_update_is_that_of_the_rate_it_reports() -> None:
     assert state(plain) == state(scaled)
 
 
-@pytest.mark.exhaustive
 def test_no_bit_of_them_depends_on_the_cut() -> None:
     names = (*SIZES, "learning_rate")
     found = [

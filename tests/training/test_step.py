@@ -125,7 +125,7 @@ def test_an_exact_flow_uses_the_recorded_log_probabilities_and_compares_the_firs
     assert metrics.comparison.max_abs_diff == pytest.approx(0.5, rel=1e-4)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8-rollout", "fp8", "int8"])
 def test_shared_prompts_change_no_log_probability_and_repeat(
     preset: Preset, make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot

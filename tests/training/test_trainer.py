@@ -115,7 +115,6 @@ def test_training_twice_gives_the_same_bits(
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-@pytest.mark.exhaustive
 def test_another_cut_rounds_otherwise_where_wgrad_is_in_int8(
     make_trainer: MakeTrainer, make_groups: MakeGroups, gradients_of: GradientsOf
 ) -> None:

@@ -50,7 +50,7 @@ def test_paged_equals_packed_bit_for_bit(format: Format, layout: tuple[int, int,
     assert torch.equal(sequences.alone(), packed)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_window_is_as_exact(window: int, format: Format) -> None:
@@ -194,7 +194,7 @@ def test_the_backward_is_straight_through(
         assert relative_error(ours, exact[name]) < (1e-5 if format == "fp32" else 6e-3)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("window", [None, 20, 64])
 @pytest.mark.parametrize("format", ["e4m3", "int8", "bf16", "fp32"])
 def test_sinks_are_exact_and_take_their_share(format: Format, window: int | None) -> None:

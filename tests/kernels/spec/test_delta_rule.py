@@ -264,7 +264,6 @@ def test_two_samples_of_a_prompt_go_on_alone(begun: int) -> None:
     assert not torch.equal(rollout.output[begun:], first[begun:])
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("seed", "far"), [(0, 0.0), (1, 0.0), (1, 100.0)])
 def test_gradients_are_as_near_to_fp64_as_theirs(seed: int, far: float) -> None:
     """Also where exp(-x) of a few inputs is beyond FP32, and where a step is exactly 0, as of some
@@ -326,7 +325,7 @@ def test_gradients_are_added_and_repeat() -> None:
         assert torch.equal(getattr(twice, name), 2 * getattr(once, name))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.few(2)
 @pytest.mark.parametrize("lengths", [(8,) * 32, (64,) * 3, (65, 3), (200,)])
 def test_memory_is_what_plans_say(lengths: tuple[int, ...]) -> None:
     """Of heads that are large enough for states and chunks to show."""
