@@ -111,6 +111,20 @@ def test_the_death_of_an_actor_ends_all(cluster: str, tmp_path: Path) -> None:
     wait_for_the_end_of(processes(tmp_path, 2))
 
 
+def test_the_death_of_both_parts_actors_ends_all(cluster: str, tmp_path: Path) -> None:
+    """A rollouter's end waits for what the trainer says, which is gone, too."""
+
+    def kill(pids: list[int]) -> None:
+        for pid in reversed(pids):
+            os.kill(parent(pid), signal.SIGKILL)
+
+    killer = during(tmp_path, 2, kill)
+    with pytest.raises(RankError, match=r"rank . .* is gone with its actor: "):
+        launch_on_ray([TOY, "sleep", str(tmp_path)], 2, 1, "cpu", 2, 1)
+    killer.join()
+    wait_for_the_end_of(processes(tmp_path, 2))
+
+
 def test_it_is_started_again(cluster: str, capfd: pytest.CaptureFixture[str]) -> None:
     with_restarts(lambda words, again: on_ray(*words), [TOY, "once"], 1)
     shown = capfd.readouterr()
@@ -135,6 +149,36 @@ def test_a_run_whose_actor_dies_has_the_bytes_of_one_process(
     assert main(["train", RECIPE, "--output", str(on_two), *SMALL, *ray]) == 0
     killer.join()
     assert re.search(r"rank 1 .* is gone with its actor", capfd.readouterr().err)
+    for name in ("completions.jsonl", "rewards.jsonl", "digests.jsonl", "model/model.safetensors"):
+        assert (on_two / name).read_bytes() == (alone / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("who", ["the rank", "its actor"])
+def test_a_rollouter_that_dies_comes_back_and_the_trainer_goes_on(
+    cluster: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], who: str
+) -> None:
+    alone, on_two, trainers = tmp_path / "alone", tmp_path / "two", list[int]()
+    small = [*SMALL, "--training.steps", "12", "--async.lag", "1"]
+    assert main(["train", RECIPE, "--output", str(alone), *small]) == 0
+
+    def kill() -> None:
+        wait_until((on_two / "checkpoints" / "step_000002").exists)
+        rollouter = rank_of(on_two, 1)
+        os.kill(rollouter if who == "the rank" else parent(rollouter), signal.SIGKILL)
+        trainers.append(rank_of(on_two, 0))
+        wait_until((on_two / "checkpoints" / "step_000010").exists)
+        trainers.append(rank_of(on_two, 0))
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    ray = ["--cluster.launcher", "ray", "--cluster.processes", "2", "--cluster.rollouters", "1"]
+    assert main(["train", RECIPE, "--output", str(on_two), *small, *ray]) == 0
+    killer.join()
+    said = capfd.readouterr().err
+    how = "was killed by SIGKILL" if who == "the rank" else "is gone with its actor"
+    assert re.search(rf"rank 1 .* {how}", said)
+    assert "the rollouters are started again, for the first time" in said
+    assert trainers[0] == trainers[1]
     for name in ("completions.jsonl", "rewards.jsonl", "digests.jsonl", "model/model.safetensors"):
         assert (on_two / name).read_bytes() == (alone / name).read_bytes(), name
 

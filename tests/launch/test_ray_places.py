@@ -37,7 +37,7 @@ def test_a_run_is_started_again_by_as_many_as_share_engines(
         start(words, False)
         start(words, True)
 
-    def launch(words: list[str], size: int, threads: int, device: str, fewest: int) -> None:
+    def launch(words: Any, size: int, threads: Any, device: Any, fewest: int, _: int) -> None:
         asked.append((size, fewest))
 
     monkeypatch.setattr(local, "with_restarts", with_restarts)

@@ -7,7 +7,7 @@ import pytest
 
 from isobit.launch.ranks import RankError, Ranks
 from isobit.launch.rollouter_restarts import RollouterRestarts
-from isobit.parallel.restart_page import VARIABLE, RestartPage
+from isobit.parallel.restart_page import FIRST_RANKS, LAUNCHERS, VARIABLE, RestartPage
 from isobit.util.errors import Interrupted, PeerError
 from tests.launch.test_ranks import Given
 
@@ -196,6 +196,24 @@ def test_signals_reach_those_that_came_back_once_they_have_answered(played: Play
     assert [rank.heard for rank in played.ranks] == [[signal.SIGTERM]] * 3
 
 
+def test_one_that_the_trainers_find_silent_elsewhere_is_killed_once(played: Played) -> None:
+    def name() -> None:
+        played.ranks[0].found = {"silent": [2, 0]}
+
+    played.run(name, played.nothing, played.nothing, played.answers, played.nothing)
+    assert played.started == [(1, 1), (2, 1)]
+    assert played.page.read("starts") == 1
+
+
+def test_what_was_said_of_an_earlier_start_kills_none_of_a_later(played: Played) -> None:
+    def name() -> None:
+        played.ranks[0].found = {"silent": [2, 0]}
+
+    played.run(played.dies(1), name, played.answers, played.nothing)
+    assert played.started == [(1, 1), (2, 1)]
+    assert not played.ranks[2].heard
+
+
 def test_a_signal_ends_those_that_have_not_and_the_trainers_are_told(played: Played) -> None:
     """They write a checkpoint, for which they have time."""
     played.ranks[0].is_held = True
@@ -210,10 +228,22 @@ def test_a_signal_ends_those_that_have_not_and_the_trainers_are_told(played: Pla
 
 
 def test_a_rank_reads_the_page_that_the_launcher_has_made(played: Played) -> None:
-    environment = {"OTHER": "1", **played.page.place(3)}
+    environment = {"OTHER": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
+    played.page.enter(environment, 3)
     found = RestartPage.inherited(environment)
     assert found is not None
     assert (found.rollouters, found.start, found.read("ready")) == (2, 3, 1)
-    assert environment == {"OTHER": "1"}, "what a rank starts is no rank"
+    assert VARIABLE not in environment, "what a rank starts is no rank"
+    assert environment == {"OTHER": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
     assert RestartPage.inherited(environment) is None
-    assert VARIABLE not in environment
+
+
+def test_pages_of_two_hosts_have_what_was_taken_from_the_other(played: Played) -> None:
+    other = RestartPage.made(2)
+    played.page.write("starts", 3)
+    other.take(played.page.entries(LAUNCHERS))
+    other.write("answered", 2)
+    played.page.take(other.entries(FIRST_RANKS))
+    assert [played.page.read("starts"), played.page.read("ready")] == [3, 0]
+    assert [other.read("starts"), played.page.read("answered")] == [3, 2]
+    other.close()

@@ -335,9 +335,9 @@ def _plan_device(
 ) -> DevicePlan:
     """The plan of each trainer's memory, or of each rollouter's, which never ``learns``."""
     cluster = plan.config.cluster
-    trainers, keeps = cluster.processes - cluster.rollouters, cluster.replaces_rollouters
+    trainers, keeps = cluster.processes - cluster.rollouters, learns and cluster.rollouters > 0
     return plan_device_memory(
-        plan, device, trainers, cluster.processes, learns, card=card, keeps=learns and keeps
+        plan, device, trainers, cluster.processes, learns, card=card, keeps=keeps
     )
 
 
@@ -356,7 +356,7 @@ def _plan_main_memory(
         plan.config.cluster.rollout_tp,
         plan.drawn,
         plan.replayed,
-        plan.config.cluster.replaces_rollouters,
+        plan.config.cluster.rollouters > 0,
     )
     if plan.samples_here:
         return estimate

@@ -127,11 +127,6 @@ class ClusterConfig(Strict):
         """Whether the command starts other processes and computes nothing itself."""
         return self.processes > 1 or self.launcher == "ray"
 
-    @property
-    def replaces_rollouters(self) -> bool:
-        """Whether rollouters that are killed come back, where this command starts them."""
-        return self.rollouters > 0 and self.launcher == "local"
-
 
 class EvaluationConfig(Strict):
     """Evaluation on every set of ``data.eval``; also before the first and after the last step."""

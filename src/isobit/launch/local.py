@@ -191,10 +191,8 @@ def launch(
         def start(number: int, of: int = 0) -> RankProcess:
             place, shared = {**environment, "LOCAL_RANK": str(number)}, list[int]()
             if page is not None:
-                place |= page.place(of)
+                page.enter(place, of)
                 shared.append(page.descriptor)
-                # a lost rollouter must not end the trainers, and the launcher finds dead trainers
-                place.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             output = None if number == 0 else _only_kept
             return RankProcess(number, arguments, place, output, shared=shared)
 

@@ -9,6 +9,11 @@ Ray places, starts and watches; no tensor and no sample travels through it.  An 
 it; when an actor dies, the kernel ends its rank.  The ranks of a host see all GPUs that the run has
 there, as under torchrun.
 
+Rollouters that are killed, alone or with their actor or node, are started again
+(``launch/rollouter_restarts.py``): in their actor, or in a new one in the same place, which Ray may
+find on another node.  A rank shares its page with its actor, and what the driver's page and those
+of the actors say to each other travels with each look.
+
 A cluster that ``RAY_ADDRESS`` names is joined.  Without it one is started on this machine for the
 run: it listens on the loopback interface alone, without dashboard and usage statistics.
 """
@@ -18,14 +23,19 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from signal import SIGKILL
 from typing import Any
 
 from isobit.config.base import Device
 from isobit.launch.local import RankProcess, free_port, path_of_modules, wait_for_output
 from isobit.launch.rank_failure import RankFailure
 from isobit.launch.ranks import Rank, Ranks
+from isobit.launch.rollouter_restarts import RollouterRestarts
+from isobit.parallel.restart_page import FIRST_RANKS, LAUNCHERS, Entry, RestartPage
 from isobit.util.errors import ConfigError
 from isobit.util.machine import usable_cores
 from isobit.util.terminal import hand_on, say
@@ -40,10 +50,16 @@ REACH_S = 10.0
 
 
 def launch_on_ray(
-    arguments: Sequence[str], size: int, threads: int | None, device: Device, fewest: int
+    arguments: Sequence[str],
+    size: int,
+    threads: int | None,
+    device: Device,
+    fewest: int,
+    rollouters: int = 0,
 ) -> None:
     """``python ARGUMENTS`` in ``size`` processes on a Ray cluster, until all have ended without an
-    error; in fewer, a multiple of ``fewest``, where the cluster has no room for all.
+    error; in fewer, a multiple of ``fewest``, where the cluster has no room for all.  The last
+    ``rollouters`` of them are started again where one is killed.
 
     Raises RankError and Interrupted as ``launcher.launch`` does, and ConfigError where ray is
     missing or the cluster is too small.
@@ -52,11 +68,16 @@ def launch_on_ray(
     ray = _ray()
     try:
         places = _Places(size, threads or 1, device, fewest)
-        try:
-            places.start(arguments, threads)
-            Ranks(places.ranks, places.hear).run()
-        finally:
-            places.close()
+        with closing(RestartPage.made(rollouters)) if rollouters else nullcontext() as page:
+            try:
+                places.start(arguments, threads, page)
+                if page is None:
+                    Ranks(places.ranks, places.hear).run()
+                else:
+                    restarts = RollouterRestarts(page, places.ranks, places.start_again)
+                    Ranks(places.ranks, places.hear, restarts.look).run()
+            finally:
+                places.close()
     finally:
         ray.shutdown()
 
@@ -144,9 +165,13 @@ class _Place:
 
     def __init__(self) -> None:
         self._rank: RankProcess | None = None
+        self._page: RestartPage | None = None
         self._said: list[bytes] = []
+        self._problem: str | None = None
+        """Why no rank was started."""
 
-    def site(self) -> _Site:
+    @cached_property
+    def _site(self) -> _Site:
         ray = _ray()
         context = ray.get_runtime_context()
         return _Site(
@@ -157,27 +182,48 @@ class _Place:
             usable_cores(),
         )
 
+    def site(self) -> _Site:
+        return self._site
+
     def free_port(self) -> int:
         """One that nobody listens on here now."""
         return free_port("")
 
-    def start(
-        self, number: int, arguments: Sequence[str], environment: Mapping[str, str], directory: str
-    ) -> str | None:
-        """Start the rank, in a directory that all hosts see; -> why that is not possible."""
-        if not os.path.isdir(directory):
-            return (
-                f"{socket.gethostname()} has no directory {directory!r}: the run's directory must "
-                "lie on a disk that all hosts see, at the same path"
+    def start(self, asked: "_Start") -> str | None:
+        """Start the rank, in a directory that all hosts see; -> why that is not possible.  One that
+        has ended here makes room for it.
+        """
+        self.close()
+        if not os.path.isdir(asked.directory):
+            self._problem = (
+                f"{socket.gethostname()} has no directory {asked.directory!r}: the run's directory "
+                "must lie on a disk that all hosts see, at the same path"
             )
-        place = {**os.environ, "PYTHONPATH": path_of_modules(), **environment}
-        self._rank = RankProcess(number, arguments, place, self._said.append, directory)
+            return self._problem
+        place = {**os.environ, "PYTHONPATH": path_of_modules(), **asked.environment}
+        if asked.node != self._site.node:  # Ray has moved it, away from the others
+            gpus = ",".join(self._site.gpus)
+            place |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": gpus}
+        shared = list[int]()
+        if asked.rollouters:
+            self._page = self._page or RestartPage.made(asked.rollouters)
+            self._page.take(asked.entries)
+            self._page.enter(place, asked.of)
+            shared.append(self._page.descriptor)
+        self._rank = RankProcess(
+            asked.number, asked.arguments, place, self._said.append, asked.directory, shared
+        )
         return None
 
-    def look(self, signals: Sequence[int]) -> dict[str, Any]:
-        """Hand signals on; -> what has become of the rank, with what it has printed since."""
+    def look(self, signals: Sequence[int], entries: Mapping[Entry, int]) -> dict[str, Any]:
+        """Hand signals on, and what the driver's page says; -> what has become of the rank, with
+        what it has printed and written on its page.
+        """
         rank = self._rank
-        assert rank is not None, "it was started"
+        if rank is None:
+            return {"problem": self._problem}
+        if self._page is not None:
+            self._page.take(entries)
         for number in signals:
             rank.send(number)
         wait_for_output([rank], LOOK_S)
@@ -185,31 +231,61 @@ class _Place:
         running = rank.is_running()
         said, self._said[:] = b"".join(self._said), []
         return {
+            "site": self._site,
             "said": said,
             "exit_code": rank.exit_code,
             "notes": dict(rank.notes),
             "ago": time.monotonic() - rank.failed_at,
             "death": None if running else asdict(rank.death()),
+            "entries": {} if self._page is None else self._page.entries(FIRST_RANKS),
         }
 
     def close(self) -> None:
         """End the rank, if it still runs."""
         if self._rank is not None:
             self._rank.close()
+            self._rank = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What an actor is told of the rank that it starts."""
+
+    number: int
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    directory: str
+    node: str
+    """The node that the others believe it to be on."""
+    rollouters: int
+    of: int
+    """The start of the rollouters (``isobit.parallel.restart_page``)."""
+    entries: Mapping[Entry, int]
+    """What the driver's page says."""
 
 
 class _RemoteRank(Rank):
     """A rank seen through its actor."""
 
-    def __init__(self, number: int, actor: Any, site: _Site) -> None:
+    def __init__(self, number: int, actor: Any, place: int, site: _Site) -> None:
+        """``place`` is that of the actor among the run's."""
         super().__init__(number)
-        self.actor, self.site = actor, site
+        self.actor, self.place, self.site = actor, place, site
+        self.is_held = False
+        """Whether it has ended, which does not count yet."""
+        self.placed_by: float | None = None
+        """When its new actor must have a node; None once it has."""
         self.signals: list[int] = []
         """To be handed on."""
         self._notes: Mapping[str, Any] = {}
         self._failed_at = time.monotonic()
         self._death: RankFailure | None = None
         self._lost: str | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its actor is gone."""
+        return self._lost is not None
 
     @property
     def notes(self) -> Mapping[str, Any]:
@@ -221,7 +297,7 @@ class _RemoteRank(Rank):
 
     @property
     def code(self) -> int:
-        return 1 if self._death is None else self._death.code
+        return 1 if self._death is None else self._death.code  # an actor has no exit code
 
     def is_running(self) -> bool:
         """Whether it ran at the last look."""
@@ -246,6 +322,7 @@ class _RemoteRank(Rank):
 
     def take(self, seen: Mapping[str, Any]) -> None:
         """What its actor saw; the first rank's lines are shown."""
+        self.site, self.placed_by = seen["site"], None
         if self.number == 0 and seen["said"]:
             hand_on(seen["said"])
         self._notes = seen["notes"]
@@ -256,10 +333,10 @@ class _RemoteRank(Rank):
             self.exit_code = seen["exit_code"]
 
     def lose(self, reason: str) -> None:
-        """Its actor is gone."""
+        """Its actor is gone, and the kernel has ended it."""
         self._lost = " ".join(reason.split())
         self._failed_at = time.monotonic()
-        self.exit_code = 1
+        self.exit_code = -SIGKILL
 
 
 class _Places:
@@ -267,78 +344,143 @@ class _Places:
 
     def __init__(self, size: int, threads: int, device: Device, fewest: int) -> None:
         self.ranks: list[_RemoteRank] = []
-        self._looks: dict[Any, _RemoteRank] = {}
+        self._looks: dict[Any, tuple[_RemoteRank, list[int]]] = {}
+        """Looks that are under way, with the signals that they hand on."""
         self._actors: list[Any] = []
         nodes = _nodes()
         on_gpus = device == "cuda" or (device == "auto" and any(n.get("GPU") for n in nodes))
-        bundle = {"CPU": float(threads), **({"GPU": 1.0} if on_gpus else {})}
-        room = [_times(bundle, node) for node in nodes]
+        self._bundle = {"CPU": float(threads), **({"GPU": 1.0} if on_gpus else {})}
+        room = [_times(self._bundle, node) for node in nodes]
         self.size = size if sum(room) >= size else sum(room) // fewest * fewest
         if self.size < fewest:
             raise ConfigError(
-                f"{fewest} processes take {_said(bundle)} each, and the Ray cluster has room for "
-                f"{sum(room)} of them, on {len(nodes)} nodes; lower --cluster.processes, or add "
-                "nodes"
+                f"{fewest} processes take {_said(self._bundle)} each, and the Ray cluster has room "
+                f"for {sum(room)} of them, on {len(nodes)} nodes; lower --cluster.processes, or "
+                "add nodes"
             )
-        self._group = _placed(bundle, self.size, max(room) >= self.size)
-        self._actors = [self._actor(bundle, index) for index in range(self.size)]
+        self._group = _placed(self._bundle, self.size, max(room) >= self.size)
+        self._actors = [self._actor(place) for place in range(self.size)]
+        self._page: RestartPage | None = None
+        self._ends: list[Callable[[], None]] = []
+        """Of ranks, not counted yet: rank 0 may have said before that the run is done."""
+        self._looked_behind: list[Callable[[], None]] = []
+        """Those that rank 0 has been looked at since."""
+        self._arguments: Sequence[str] = ()
+        self._environments: list[dict[str, str]] = []
 
-    def _actor(self, bundle: Mapping[str, float], index: int) -> Any:
+    def _actor(self, place: int) -> Any:
         ray = _ray()
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         return (
             ray.remote(_Place)
             .options(
-                num_cpus=bundle["CPU"],
-                num_gpus=bundle.get("GPU", 0),
+                num_cpus=self._bundle["CPU"],
+                num_gpus=self._bundle.get("GPU", 0),
                 max_restarts=0,
-                scheduling_strategy=strategy(self._group, index),
+                scheduling_strategy=strategy(self._group, place),
             )
             .remote()
         )
 
-    def start(self, arguments: Sequence[str], threads: int | None) -> None:
-        """All ranks, numbered host by host."""
+    def start(
+        self, arguments: Sequence[str], threads: int | None, page: RestartPage | None
+    ) -> None:
+        """All ranks, numbered host by host; with ``page`` the last are started again."""
         ray = _ray()
         sites: list[_Site] = ray.get([actor.site.remote() for actor in self._actors])
-        found = sorted(zip(sites, self._actors, strict=True), key=lambda one: one[0].order)
+        places = sorted(range(self.size), key=lambda place: sites[place].order)
         self.ranks = [
-            _RemoteRank(number, actor, site) for number, (site, actor) in enumerate(found)
+            _RemoteRank(number, self._actors[place], place, sites[place])
+            for number, place in enumerate(places)
         ]
         port = ray.get(self.ranks[0].actor.free_port.remote())
-        ordered = [site for site, _ in found]
-        environments = environments_of(ordered, port, threads)
-        problems = ray.get(
-            [
-                rank.actor.start.remote(rank.number, arguments, environment, os.getcwd())
-                for rank, environment in zip(self.ranks, environments, strict=True)
-            ]
-        )
-        for problem in problems:
+        ordered = [rank.site for rank in self.ranks]
+        self._environments = environments_of(ordered, port, threads)
+        self._arguments, self._page = arguments, page
+        for problem in ray.get([self._begin(rank, 0) for rank in self.ranks]):
             if problem is not None:
                 raise ConfigError(problem)
         hosts = Counter(site.host for site in ordered)
         said = ", ".join(f"{count} on {host}" for host, count in hosts.items())
         say(f"{self.size} processes through Ray: {said}", "stdout")
 
+    def start_again(self, number: int, of: int) -> _RemoteRank:
+        """A rollouter, of so many starts, which nobody waits for: what is asked of an actor follows
+        what was asked before.
+        """
+        before = self.ranks[number]
+        actor = self._actor(before.place) if before.is_lost else before.actor
+        rank = _RemoteRank(number, actor, before.place, before.site)
+        if before.is_lost:
+            self._actors.append(actor)
+            rank.placed_by = time.monotonic() + PLACE_S
+        self._begin(rank, of)
+        return rank
+
+    def _begin(self, rank: _RemoteRank, of: int) -> Any:
+        page = self._page
+        rollouters, entries = (page.rollouters, page.entries(LAUNCHERS)) if page else (0, {})
+        place = self._environments[rank.number]
+        told = rank.number, self._arguments, place, os.getcwd(), rank.site.node, rollouters, of
+        return rank.actor.start.remote(_Start(*told, entries))
+
     def hear(self) -> None:
         """Look at all ranks that run; those whose actors are gone are lost."""
         ray = _ray()
-        waited_for = set(self._looks.values())
+        waited_for = {rank for rank, _ in self._looks.values()}
         for rank in self.ranks:
-            if rank.is_running() and rank not in waited_for:
-                signals, rank.signals = rank.signals, []
-                self._looks[rank.actor.look.remote(signals)] = rank
+            if rank.is_running() and not rank.is_held and rank not in waited_for:
+                self._look_at(rank)
+            elif rank.placed_by is not None and time.monotonic() >= rank.placed_by:
+                rank.placed_by = None
+                ray.kill(rank.actor)  # its look says so
         looks = list(self._looks)
-        ready, _ = ray.wait(looks, num_returns=len(looks), timeout=2 * LOOK_S)
+        ready = ray.wait(looks, num_returns=len(looks), timeout=2 * LOOK_S)[0] if looks else ()
         for look in ready:
-            rank = self._looks.pop(look)
+            rank, signals = self._looks.pop(look)
             try:
-                rank.take(ray.get(look))
+                self._take(rank, ray.get(look))
             except ray.exceptions.ActorUnavailableError:
-                pass  # its node does not answer now: Ray says when it is gone for good
+                # its node does not answer now: Ray says when it is gone for good
+                rank.signals[:0] = signals
             except ray.exceptions.RayActorError as error:
-                rank.lose(str(error))
+                self._end(rank, partial(rank.lose, str(error)))
+        if not self.ranks[0].is_running():
+            self._looked_behind, self._ends = self._looked_behind + self._ends, []
+        while self._looked_behind and 0 not in (rank.number for rank, _ in self._looks.values()):
+            self._looked_behind.pop(0)()
+
+    def _look_at(self, rank: _RemoteRank) -> None:
+        signals, rank.signals = rank.signals, []
+        look = rank.actor.look.remote(signals, self._entries_for(rank))
+        self._looks[look] = rank, signals
+        if rank.number == 0:
+            self._looked_behind, self._ends = self._looked_behind + self._ends, []
+
+    def _end(self, rank: _RemoteRank, count: Callable[[], None]) -> None:
+        """Count a rank's end, once a later look at rank 0 has said whether the run was done."""
+        if rank.number == 0 or self._page is None or not self.ranks[0].is_running():
+            count()
+        else:
+            rank.is_held = True
+            self._ends.append(count)
+
+    def _entries_for(self, rank: _RemoteRank) -> Mapping[Entry, int]:
+        """What the driver's page says that the rank's may not know."""
+        if self._page is None:
+            return {}
+        return self._page.entries(LAUNCHERS if rank.number == 0 else LAUNCHERS + FIRST_RANKS)
+
+    def _take(self, rank: _RemoteRank, seen: Mapping[str, Any]) -> None:
+        """What an actor saw."""
+        if "problem" in seen:
+            self._end(rank, partial(rank.lose, seen["problem"]))
+        elif seen["death"] is not None:
+            self._end(rank, partial(rank.take, seen))
+        else:
+            rank.take(seen)
+        if self._page is not None and rank.number == 0:
+            self._page.take(seen["entries"])
 
     def close(self) -> None:
         """End what still runs, and give the places back."""

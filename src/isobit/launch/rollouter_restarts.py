@@ -43,6 +43,8 @@ class RollouterRestarts:
         """When rollouters that have lost another are believed to be the first that ended; once the
         run is done, when they are ended.
         """
+        self._silent: Sequence[int] | None = None
+        """The last that the trainers have named (``isobit.parallel.watch``)."""
 
     def look(self, is_ending: bool) -> None:
         """Start the rollouters again where one was killed, unless the run ``is_ending``.  Once it
@@ -51,6 +53,7 @@ class RollouterRestarts:
         if self._page.read("done"):
             self._let_end()
             return
+        self._kill_silent()
         ends = is_ending or any(rank.exit_code is not None for rank in self._trainers)
         if self._state == "coming back" and self._page.read("answered") > self._page.read("starts"):
             self._state = "serving"
@@ -70,6 +73,16 @@ class RollouterRestarts:
     @property
     def _rollouters(self) -> Sequence[Rank]:
         return self._ranks[self._first :]
+
+    def _kill_silent(self) -> None:
+        """Kill what rank 0 has found silent where it cannot reach it, on another host."""
+        named: Sequence[int] | None = self._ranks[0].notes.get("silent")
+        if named is None or named == self._silent:
+            return
+        self._silent = named
+        number, start = named
+        if start == self._page.read("starts"):
+            self._ranks[number].send(signal.SIGKILL)
 
     def _look_for_the_dead(self, ends: bool) -> None:
         if all(rank.exit_code is None for rank in self._rollouters):

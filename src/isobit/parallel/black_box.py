@@ -8,6 +8,7 @@ launcher reads why a rank has ended.  Needs no torch.
     code       the exit code that goes with it
     at         seconds of the host's monotonic clock, when one of them was written
     verdict    [rank, text]: it found another rank dead or silent
+    silent     [rank, start]: of rollouters that start again, one on another host that it found so
 """
 
 import ctypes

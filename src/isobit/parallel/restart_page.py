@@ -1,5 +1,8 @@
 """What our launcher and the ranks of a run with rollouters tell each other when it starts the
-rollouters again: ``RestartPage``, a page of memory that all share.  Needs no torch.
+rollouters again: ``RestartPage``, a page of memory that all of a host share.  Needs no torch.
+
+A launcher of ranks on several hosts has a page of its own, and each rank another: what one side
+writes is copied to the other every few tenths of a second (``launch/ray_launcher.py``).
 
     starts      by the launcher: how often it has started them again
     over        by the launcher, 1: it does not start them again any more
@@ -10,7 +13,7 @@ rollouters again: ``RestartPage``, a page of memory that all share.  Needs no to
 
 import os
 import struct
-from collections.abc import MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Literal, Self
 
 VARIABLE = "ISOBIT_ROLLOUTERS"
@@ -18,6 +21,9 @@ VARIABLE = "ISOBIT_ROLLOUTERS"
 last ones, are rollouters; and of a rollouter, how many starts came before its own.
 """
 Entry = Literal["starts", "over", "ready", "answered", "done"]
+LAUNCHERS: tuple[Entry, ...] = ("starts", "over")
+"""What the launcher writes; rank 0 writes the others."""
+FIRST_RANKS: tuple[Entry, ...] = ("ready", "answered", "done")
 _PLACES: dict[Entry, int] = {"starts": 0, "over": 8, "ready": 16, "answered": 24, "done": 32}
 _NUMBER = struct.Struct("<q")
 
@@ -46,15 +52,26 @@ class RestartPage:
         os.set_inheritable(descriptor, False)
         return cls(descriptor, rollouters, start)
 
-    def place(self, start: int) -> dict[str, str]:
-        """The variable for a rank of a start."""
-        return {VARIABLE: f"{self.descriptor}:{self.rollouters}:{start}"}
+    def enter(self, environment: MutableMapping[str, str], start: int) -> None:
+        """Add what a rank of a start finds in its environment."""
+        environment[VARIABLE] = f"{self.descriptor}:{self.rollouters}:{start}"
+        # a lost rollouter must not end the trainers, and the launcher finds dead trainers
+        environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
     def read(self, name: Entry) -> int:
         return _NUMBER.unpack(os.pread(self.descriptor, _NUMBER.size, _PLACES[name]))[0]
 
     def write(self, name: Entry, number: int) -> None:
         os.pwrite(self.descriptor, _NUMBER.pack(number), _PLACES[name])
+
+    def entries(self, names: Iterable[Entry]) -> dict[Entry, int]:
+        """What was written under these names."""
+        return {name: self.read(name) for name in names}
+
+    def take(self, entries: Mapping[Entry, int]) -> None:
+        """What another page has."""
+        for name, number in entries.items():
+            self.write(name, number)
 
     def close(self) -> None:
         os.close(self.descriptor)

@@ -10,7 +10,8 @@ A rank that waits in a collective is well: another one is late.  These are not:
     stuck      all wait for the same thing, for ten minutes: the connection
 
 Rollouters that our launcher starts again (``isobit.parallel.restart_page``) end no other rank: one
-that is silent is killed alone, and one that has ended is the launcher's to find.
+that is silent is killed alone, by the launcher where it runs on another host, and one that has
+ended is the launcher's to find.
 
 The rank that finds one prints it once and posts a verdict.  The rank that it names is killed by any
 rank on its host.  The others may be in a collective that never ends, where no error and no signal
@@ -75,6 +76,7 @@ class Sign:
     slowest: float  # the longest time without progress in this phase, in seconds
     waits_for: str | None
     has_left: bool = False  # it is about to end by itself, and has printed why
+    start: int = 0  # of a rollouter: how many starts came before its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +98,19 @@ class Diagnosis:
         self._heard_at: dict[int, float] = {}
         self._moved_at: dict[int, float] = {}
 
-    def look(self, now: float, signs: Mapping[int, Sign], ended: Collection[int]) -> Verdict | None:
-        """The verdict on the newest signs and on the ranks whose process is gone."""
+    def look(
+        self,
+        now: float,
+        signs: Mapping[int, Sign],
+        ended: Collection[int],
+        starting: Collection[int] = (),
+    ) -> Verdict | None:
+        """The verdict on the newest signs and on the ranks whose process is gone.  Of those that
+        the launcher is ``starting`` again no sign is expected.
+        """
         for rank, sign in signs.items():
             before = self._signs.get(rank)
-            if before is not None and sign.process != before.process:
+            if before is not None and (sign.process, sign.start) != (before.process, before.start):
                 before = None  # it was started again
             if before is None or sign.number != before.number:
                 self._heard_at[rank] = now
@@ -112,11 +122,13 @@ class Diagnosis:
         for rank in ended:
             if rank in here:
                 return _verdict(rank, here[rank], "has ended in {phase} without a word", False)
-        return self._mute(now) or self._silent(now, here) or self._parted(now, signs, here)
+        return (
+            self._mute(now, starting) or self._silent(now, here) or self._parted(now, signs, here)
+        )
 
-    def _mute(self, now: float) -> Verdict | None:
+    def _mute(self, now: float, starting: Collection[int]) -> Verdict | None:
         self._began_at = now if self._began_at is None else self._began_at
-        missing = [rank for rank in self._ranks if rank not in self._signs]
+        missing = [rank for rank in self._ranks if rank not in {*self._signs, *starting}]
         if not missing or now - self._began_at < self._limits.silent:
             return None
         return Verdict(f"rank {missing[0]} has given no sign since the start", missing[0])
@@ -172,7 +184,8 @@ class Watch:
         self._world, self._box = world, box
         self._limits = Limits.usual()
         self._board = world.watch_board(self._limits.silent)
-        self._signing = _Signing(world.host, world.pulse)
+        start = 0 if world.page is None else world.page.start
+        self._signing = _Signing(world.host, world.pulse, start)
         self._number = world.numbers[world.rank]
         self._ranks = range(world.size) if self._number == 0 else (0,)
         replaced = 0 if world.page is None else world.page.rollouters
@@ -180,6 +193,8 @@ class Watch:
         """The ranks that the launcher starts again: their end is not the watch's to find."""
         self._diagnosis = Diagnosis(self._limits, self._ranks)
         self._signs: dict[int, Sign] = {}
+        self._silent: list[int] | None = None
+        """The rank and start that were killed last."""
         self._is_over = False  # whether no rollouters come back, as of the last look
         self._is_to_end = False  # whether to end this rank once it waits
         self._is_closing = False
@@ -280,17 +295,18 @@ class Watch:
             for rank, sign in self._signs.items()
             if sign.machine == machine and not _runs(sign.process)
         }
+        newest = 0 if self._world.page is None else self._world.page.read("starts")
         signs = {
             rank: sign
             for rank, sign in self._signs.items()
-            if rank not in gone or rank not in self._replaced
+            if rank not in self._replaced or (rank not in gone and sign.start >= newest)
         }
-        verdict = self._diagnosis.look(now, signs, sorted(gone & signs.keys()))
+        starting = [rank for rank in self._replaced if newest and rank not in signs]
+        verdict = self._diagnosis.look(now, signs, sorted(gone & signs.keys()), starting)
         if verdict is None:
             return None
-        if verdict.is_to_end and self._comes_back(verdict.rank):
-            say(f"isobit: {verdict.text}")
-            self._kill(verdict)
+        if verdict.rank is not None and verdict.is_to_end and self._comes_back(verdict.rank):
+            self._kill_alone(verdict, [verdict.rank, self._signs[verdict.rank].start])
             return None
         if self._board.add("verdicts", 1) > 1:
             return None
@@ -317,7 +333,17 @@ class Watch:
         elif verdict.rank is None or verdict.is_to_end:  # a launcher notices ended ranks itself
             self._box.write(verdict=[verdict.rank, verdict.text], at=time.monotonic())
 
-    def _comes_back(self, rank: int | None) -> bool:
+    def _kill_alone(self, verdict: Verdict, named: list[int]) -> None:
+        """Or let the launcher do so, which starts it again."""
+        if named == self._silent:
+            return
+        self._silent = named
+        say(f"isobit: {verdict.text}")
+        self._kill(verdict)
+        if self._box is not None and verdict.machine != self._signing.machine:
+            self._box.write(silent=named)
+
+    def _comes_back(self, rank: int) -> bool:
         """Whether the launcher starts a rank again that is killed."""
         page = self._world.page
         if page is None or rank not in self._replaced:
@@ -346,8 +372,8 @@ class Watch:
 class _Signing:
     """Makes a rank's own signs."""
 
-    def __init__(self, host: str, pulse: Pulse) -> None:
-        self._host, self._pulse = host, pulse
+    def __init__(self, host: str, pulse: Pulse, start: int) -> None:
+        self._host, self._pulse, self._start = host, pulse, start
         self.machine = _machine()
         self._number = 0
         self._phases: set[str] = set()
@@ -373,7 +399,8 @@ class _Signing:
         beats, phase, waits_for = self._seen
         knows_phase, slowest = phase in self._phases, self._slowest.get(phase, 0.0)
         who = self._host, self.machine, os.getpid()
-        return Sign(*who, self._number, beats, phase, knows_phase, slowest, waits_for, has_left)
+        how = phase, knows_phase, slowest, waits_for, has_left, self._start
+        return Sign(*who, self._number, beats, *how)
 
 
 def _verdict(rank: int, sign: Sign, text: str, is_to_end: bool) -> Verdict:
