@@ -1,5 +1,7 @@
-"""How many ranks a Ray cluster is asked for, which needs no cluster to test."""
+"""How many ranks a Ray cluster is asked for, and when their ends count, without a cluster."""
 
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -8,7 +10,8 @@ from isobit.cli import training
 from isobit.config.recipes import Recipe
 from isobit.config.tables import ClusterConfig
 from isobit.launch import local, ray_launcher
-from isobit.launch.ray_launcher import _Places, _Site
+from isobit.launch.ray_launcher import _Places, _RemoteRank, _Site
+from isobit.parallel.restart_page import RestartPage
 from isobit.util.errors import ConfigError
 
 
@@ -57,3 +60,77 @@ def test_ranks_are_numbered_by_host_and_gpu_however_these_are_named() -> None:
     found = [(one.address, one.gpus) for one in sorted(sites, key=lambda one: one.order)]
     assert found == [("0", (b,)), ("0", (a,)), ("1", ("9",)), ("1", ("10",)), ("2", ("0",))]
     assert sorted([site("1"), site("0")], key=lambda one: one.order)[0] == site("0")
+
+
+class GoneError(Exception):
+    """An actor is."""
+
+
+class Hears:
+    """A trainer and a rollouter whose actors say what the test says."""
+
+    def __init__(self, page: RestartPage) -> None:
+        site = _Site("node", "address", "host", (), 1)
+        self.says: list[Any] = [None, None]
+        self.places = cast("Any", object.__new__(_Places))
+        self.places.__dict__ |= {"_page": page, "_looks": {}, "_ends": [], "_looked_behind": []}
+        self.places.ranks = self.ranks = [
+            _RemoteRank(0, None, 0, site),
+            _RemoteRank(1, None, 1, site),
+        ]
+        for rank in self.ranks:
+            remote = SimpleNamespace(remote=lambda *_, number=rank.number: (number, object()))
+            rank.actor = SimpleNamespace(look=remote)
+
+    def wait(self, looks: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
+        return looks[::-1], []  # the rollouter's first
+
+    def get(self, look: tuple[int, object]) -> Any:
+        said = self.says[look[0]]
+        if isinstance(said, Exception):
+            raise said
+        return {"site": None, "said": b"", "notes": {}, "ago": 0.0, "exit_code": None} | said
+
+    def hear(self, trainer: Any, rollouter: Any) -> list[int | None]:
+        self.says = [trainer, rollouter]
+        self.places.hear()
+        return [rank.exit_code for rank in self.ranks]
+
+
+RUNS = {"death": None, "entries": {"done": 0}}
+DONE = {"death": None, "entries": {"done": 1}}
+
+
+@pytest.fixture
+def hears(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hears]:
+    page = RestartPage.made(1)
+    found = Hears(page)
+    errors = SimpleNamespace(ActorUnavailableError=ValueError, RayActorError=GoneError)
+    ray = SimpleNamespace(wait=found.wait, get=found.get, exceptions=errors)
+    monkeypatch.setattr(ray_launcher, "_ray", lambda: ray)
+    yield found
+    page.close()
+
+
+def test_a_rollouters_end_counts_once_the_trainer_has_said_whether_the_run_was_done(
+    hears: Hears,
+) -> None:
+    assert hears.hear(RUNS, GoneError()) == [None, None]
+    assert hears.places._page.read("done") == 0
+    assert hears.hear(DONE, AssertionError("it is looked at no more")) == [None, -9]
+    assert hears.places._page.read("done") == 1
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_rollouters_end_counts_where_the_trainer_is_gone_too(
+    hears: Hears, together: bool
+) -> None:
+    if not together:
+        assert hears.hear(RUNS, GoneError()) == [None, None]
+    assert hears.hear(GoneError(), GoneError()) == [-9, -9]
+
+
+def test_signals_reach_an_actor_that_did_not_answer(hears: Hears) -> None:
+    hears.ranks[1].send(15)
+    hears.hear(RUNS, ValueError())
+    assert hears.ranks[1].signals == [15]
