@@ -149,8 +149,7 @@ def test_a_run_whose_actor_dies_has_the_bytes_of_one_process(
     assert main(["train", RECIPE, "--output", str(on_two), *SMALL, *ray]) == 0
     killer.join()
     assert re.search(r"rank 1 .* is gone with its actor", capfd.readouterr().err)
-    for name in ("completions.jsonl", "rewards.jsonl", "digests.jsonl", "model/model.safetensors"):
-        assert (on_two / name).read_bytes() == (alone / name).read_bytes(), name
+    check_bytes(on_two, alone)
 
 
 @pytest.mark.parametrize("who", ["the rank", "its actor"])
@@ -179,8 +178,13 @@ def test_a_rollouter_that_dies_comes_back_and_the_trainer_goes_on(
     assert re.search(rf"rank 1 .* {how}", said)
     assert "the rollouters are started again, for the first time" in said
     assert trainers[0] == trainers[1]
+    check_bytes(on_two, alone)
+
+
+def check_bytes(run: Path, other: Path) -> None:
+    """Both have drawn, rewarded and learnt the same."""
     for name in ("completions.jsonl", "rewards.jsonl", "digests.jsonl", "model/model.safetensors"):
-        assert (on_two / name).read_bytes() == (alone / name).read_bytes(), name
+        assert (run / name).read_bytes() == (other / name).read_bytes(), name
 
 
 def wait_until(there: Callable[[], bool]) -> None:

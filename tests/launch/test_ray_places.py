@@ -74,6 +74,9 @@ class Hears:
         self.says: list[Any] = [None, None]
         self.places = cast("Any", object.__new__(_Places))
         self.places.__dict__ |= {"_page": page, "_looks": {}, "_ends": [], "_looked_behind": []}
+        self.places._bundle = {"CPU": 1.0}
+        self.killed: list[Any] = []
+        """The actors that were."""
         self.places.ranks = self.ranks = [
             _RemoteRank(0, None, 0, site),
             _RemoteRank(1, None, 1, site),
@@ -106,7 +109,8 @@ def hears(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hears]:
     page = RestartPage.made(1)
     found = Hears(page)
     errors = SimpleNamespace(ActorUnavailableError=ValueError, RayActorError=GoneError)
-    ray = SimpleNamespace(wait=found.wait, get=found.get, exceptions=errors)
+    calls = {"wait": found.wait, "get": found.get, "kill": found.killed.append}
+    ray = SimpleNamespace(**calls, exceptions=errors)
     monkeypatch.setattr(ray_launcher, "_ray", lambda: ray)
     yield found
     page.close()
@@ -134,3 +138,20 @@ def test_signals_reach_an_actor_that_did_not_answer(hears: Hears) -> None:
     hears.ranks[1].send(15)
     hears.hear(RUNS, ValueError())
     assert hears.ranks[1].signals == [15]
+
+
+def test_a_rollouter_for_which_no_node_is_found_is_lost_and_says_so(
+    hears: Hears, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, rollouter = hears.ranks
+    monkeypatch.setattr(
+        ray_launcher._ray(), "wait", lambda looks, **_: ([one for one in looks if one[0] == 0], [])
+    )
+    rollouter.placed_by = float("inf")
+    assert hears.hear(RUNS, None) == [None, None]
+    rollouter.placed_by = 0.0
+    assert hears.hear(RUNS, None) == [None, None]
+    assert hears.hear(RUNS, None) == [None, -9]
+    assert hears.killed == [rollouter.actor]
+    assert "no place of 1 CPU has become free in 120 s" in rollouter.describe()
+    assert trainer.is_running()

@@ -326,8 +326,9 @@ def _launch(command: str, config: Recipe, arguments: Sequence[str]) -> None:
             from isobit.launch.ray_launcher import launch_on_ray
 
             fewest = cluster.rollout_tp if again else cluster.processes
-            threads, device, rollouters = config.threads, config.device, cluster.rollouters
-            launch_on_ray(words, cluster.processes, threads, device, fewest, rollouters)
+            launch_on_ray(
+                words, cluster.processes, config.threads, config.device, fewest, cluster.rollouters
+            )
         else:
             launch(words, cluster.processes, config.threads, rollouters=cluster.rollouters)
 

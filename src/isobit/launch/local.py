@@ -30,8 +30,8 @@ from contextlib import closing, nullcontext
 from typing import Any
 
 from isobit.launch.rank_failure import RankFailure
-from isobit.launch.ranks import KILL_S, ORDERLY_S, Rank, RankError, Ranks
-from isobit.launch.rollouter_restarts import RollouterRestarts
+from isobit.launch.ranks import KILL_S, ORDERLY_S, Rank, RankError
+from isobit.launch.rollouter_restarts import ranks_with
 from isobit.parallel.black_box import VARIABLE, BlackBox
 from isobit.parallel.restart_page import RestartPage
 from isobit.util.machine import usable_cores
@@ -208,10 +208,7 @@ def launch(
             for rank in wait_for_output(ranks, _POLL_S):
                 rank.hear()
 
-        if page is None:
-            Ranks(ranks, hear).run(kill_s, orderly_s)
-        else:
-            Ranks(ranks, hear, RollouterRestarts(page, ranks, start).look).run(kill_s, orderly_s)
+        ranks_with(page, ranks, hear, start).run(kill_s, orderly_s)
 
 
 def _only_kept(said: bytes) -> None:

@@ -33,8 +33,8 @@ from typing import Any
 from isobit.config.base import Device
 from isobit.launch.local import RankProcess, free_port, path_of_modules, wait_for_output
 from isobit.launch.rank_failure import RankFailure
-from isobit.launch.ranks import Rank, Ranks
-from isobit.launch.rollouter_restarts import RollouterRestarts
+from isobit.launch.ranks import Rank
+from isobit.launch.rollouter_restarts import ranks_with
 from isobit.parallel.restart_page import FIRST_RANKS, LAUNCHERS, Entry, RestartPage
 from isobit.util.errors import ConfigError
 from isobit.util.machine import usable_cores
@@ -71,11 +71,7 @@ def launch_on_ray(
         with closing(RestartPage.made(rollouters)) if rollouters else nullcontext() as page:
             try:
                 places.start(arguments, threads, page)
-                if page is None:
-                    Ranks(places.ranks, places.hear).run()
-                else:
-                    restarts = RollouterRestarts(page, places.ranks, places.start_again)
-                    Ranks(places.ranks, places.hear, restarts.look).run()
+                ranks_with(page, places.ranks, places.hear, places.start_again).run()
             finally:
                 places.close()
     finally:
@@ -210,9 +206,13 @@ class _Place:
             self._page.take(asked.entries)
             self._page.enter(place, asked.of)
             shared.append(self._page.descriptor)
-        self._rank = RankProcess(
-            asked.number, asked.arguments, place, self._said.append, asked.directory, shared
-        )
+        try:
+            self._rank = RankProcess(
+                asked.number, asked.arguments, place, self._said.append, asked.directory, shared
+            )
+        except OSError as error:
+            self._problem = f"{socket.gethostname()} cannot start a process: {error}"
+            return self._problem
         return None
 
     def look(self, signals: Sequence[int], entries: Mapping[Entry, int]) -> dict[str, Any]:
@@ -432,8 +432,7 @@ class _Places:
             if rank.is_running() and not rank.is_held and rank not in waited_for:
                 self._look_at(rank)
             elif rank.placed_by is not None and time.monotonic() >= rank.placed_by:
-                rank.placed_by = None
-                ray.kill(rank.actor)  # its look says so
+                self._give_up(rank)
         looks = list(self._looks)
         ready = ray.wait(looks, num_returns=len(looks), timeout=2 * LOOK_S)[0] if looks else ()
         for look in ready:
@@ -449,6 +448,14 @@ class _Places:
             self._looked_behind, self._ends = self._looked_behind + self._ends, []
         while self._looked_behind and 0 not in (rank.number for rank, _ in self._looks.values()):
             self._looked_behind.pop(0)()
+
+    def _give_up(self, rank: _RemoteRank) -> None:
+        """End the actor of a rank for which Ray has found no node."""
+        _ray().kill(rank.actor)
+        self._looks = {look: one for look, one in self._looks.items() if one[0] is not rank}
+        rank.placed_by = None
+        free = f"no place of {_said(self._bundle)} has become free in {PLACE_S:.0f} s"
+        self._end(rank, partial(rank.lose, f"{free} (`ray status` says who holds them)"))
 
     def _look_at(self, rank: _RemoteRank) -> None:
         signals, rank.signals = rank.signals, []

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
-from isobit.launch.ranks import KILL_S, Rank
+from isobit.launch.ranks import KILL_S, Rank, Ranks
 from isobit.parallel.restart_page import RestartPage
 from isobit.util.errors import PeerError
 from isobit.util.terminal import say
@@ -22,6 +22,18 @@ _State = Literal["serving", "to start", "coming back", "given up", "lost"]
 """The rollouters were ended to be started again; were started, but have not answered yet; are not
 needed any more, since the run ends; or are the reason why it ends.
 """
+
+
+def ranks_with(
+    page: RestartPage | None,
+    ranks: list[AnyRank],
+    hear: Callable[[], None],
+    start: Callable[[int, int], AnyRank],
+) -> Ranks:
+    """The ranks of a run; with a ``page`` those of its rollouters that are killed start again."""
+    if page is None:
+        return Ranks(ranks, hear)
+    return Ranks(ranks, hear, RollouterRestarts(page, ranks, start).look)
 
 
 class RollouterRestarts:
