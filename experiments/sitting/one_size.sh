@@ -1,8 +1,8 @@
-# A size of the ladder in half an hour of one card: its start, guesses with it by default, then its runs, two at once.  SIZE ARM:SEED ..
+# A size of the ladder in half an hour of one card: its start, guesses with it by default, then two of its runs at once, or one.  SIZE ARM:SEED ..
 #   .carry/base     bash experiments/sitting/unpack.sh; setsid bash experiments/sitting/one_size.sh 1.1b int8-backward:0 int8-backward:1 > /tmp/queue.log 2>&1 < /dev/null &
 #                   sleep 5; tail /tmp/queue.log
-#   then, sent with it, `bash experiments/sitting/wait.sh 585`, three times
-# Of 1.1b the start took 448 to 590 s, two runs beside each other 807 s: less than ladder.py asks for, so it is told of 200 s more than there are.
+#   then, sent with it, `bash experiments/sitting/wait.sh 575`, three times
+# Of 1.1b the start took 330 to 590 s, one run alone 780 s, two beside each other 870 to 1,100 s: two begin where 1,000 s are left, else the first.
 . experiments/sitting/environment.sh
 cd $TREE || exit 1; size=$1; shift; out=/tmp/one_size/rows; mkdir -p $out
 bash experiments/sitting/share.sh < /dev/null
@@ -12,5 +12,6 @@ wait $warm; cp $PROOF/start-$size/start.json $out/
 for task in multiply gsm; do
   CUDA_MPS_PIPE_DIRECTORY=/tmp/none LIMIT=120 run guesses-$size-$task benchmarks.speculation --precision int8 --repeats 6 --folder $PROOF/start-$size/model --prompts $PROOF/data/$task.train.jsonl
 done
-python3 experiments/sitting/ladder.py --runs $(printf "ladder-$size:%s " "$@") --until 1890
+now=$(( $(date +%s) - $(cat $BEGUN) )); [ $now -lt 700 ] || set -- "$1"
+python3 experiments/sitting/ladder.py --runs $(printf "ladder-$size:%s " "$@") --until $(( now + 1210 ))  # it asks for 1,200
 touch /tmp/queue.ended
