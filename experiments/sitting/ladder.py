@@ -120,8 +120,11 @@ class Sitting:
 
     def _begin(self) -> None:
         left = self._seconds_left()
-        self._left = [run for run in self._left if NEEDS[_size(run)] <= left]
         for run in list(self._left):
+            if NEEDS[_size(run)] > left:
+                self._left.remove(run)
+                self._say(f"{run.name} is left out: it needs {NEEDS[_size(run)]} s of {left:.0f}")
+                continue
             card = max(self._room, key=self._room.__getitem__)
             if _size(run) in self._ready and self._room[card] >= TAKES[_size(run)]:
                 self._left.remove(run)

@@ -13,5 +13,5 @@ for task in multiply gsm; do
   CUDA_MPS_PIPE_DIRECTORY=/tmp/none LIMIT=120 run guesses-$size-$task benchmarks.speculation --precision int8 --repeats 6 --folder $PROOF/start-$size/model --prompts $PROOF/data/$task.train.jsonl
 done
 now=$(( $(date +%s) - $(cat $BEGUN) )); [ $now -lt 700 ] || set -- "$1"
-python3 experiments/sitting/ladder.py --runs $(printf "ladder-$size:%s " "$@") --until $(( now + 1210 ))  # it asks for 1,200
+python3 experiments/sitting/ladder.py --runs $(printf "ladder-$size:%s " "$@") --until $(( now + 1260 ))  # it asks for 1,200, some seconds later
 touch /tmp/queue.ended
