@@ -5,7 +5,8 @@
 
 Starts are made side by side, each on a card, and answer then.  A run begins where there is room as
 soon as its start is there: the first in the order given that fits, and none that would not end
-before ``--until``, seconds after the sitting's beginning.  Then whatever runs is killed.
+before ``--until``, seconds after the sitting's beginning, or whose start is not there and is not
+being made; both are said.  Then whatever runs is killed.
 """
 
 import argparse
@@ -44,9 +45,11 @@ class Sitting:
         cards: Sequence[str],
         wanted: Sequence[Run],
         shared: Sequence[str],
+        needs: float | None = None,
     ) -> None:
         self._directory = directory
-        self._begun, self._until = begun, until
+        self._begun, self._until, self._needs = begun, until, needs
+        self._making = list[Thread]()
         self._left = [run for run in wanted if not runs.is_made(run, directory)]
         self._live: list[runs.Live] = []
         self._beside: dict[Run, list[int]] = {}
@@ -56,15 +59,13 @@ class Sitting:
         self._lock = Lock()
 
     def main(self, starts: Sequence[str]) -> None:
-        threads = [
+        self._making = [
             Thread(target=self._make_start, args=(size, card), daemon=True)
             for size, card in zip(starts, self._room, strict=False)  # cards may be left
         ]
-        for thread in threads:
+        for thread in self._making:
             thread.start()
-        while self._seconds_left() > 0 and (
-            self._live or self._left or any(thread.is_alive() for thread in threads)
-        ):
+        while self._seconds_left() > 0 and (self._live or self._left or self._makes_starts()):
             self._collect()
             self._begin()
             time.sleep(1.0)
@@ -119,16 +120,26 @@ class Sitting:
                 self._start(one.run, one.card, answers=True)
 
     def _begin(self) -> None:
-        left = self._seconds_left()
         for run in list(self._left):
-            if NEEDS[_size(run)] > left:
+            if (obstacle := self._obstacle(run)) is not None:
                 self._left.remove(run)
-                self._say(f"{run.name} is left out: it needs {NEEDS[_size(run)]} s of {left:.0f}")
+                self._say(f"{run.name} is left out: {obstacle}")
                 continue
             card = max(self._room, key=self._room.__getitem__)
             if _size(run) in self._ready and self._room[card] >= TAKES[_size(run)]:
                 self._left.remove(run)
                 self._start(run, card, answers=False)
+
+    def _obstacle(self, run: Run) -> str | None:
+        """Why the run can no longer be made, or None."""
+        makes_starts = self._makes_starts()  # before what they have made is looked at
+        if _size(run) not in self._ready and not makes_starts:
+            return f"there is no start of {_size(run)}"
+        left, needs = self._seconds_left(), self._needs or NEEDS[_size(run)]
+        return f"it needs {needs:.0f} s of {left:.0f}" if needs > left else None
+
+    def _makes_starts(self) -> bool:
+        return any(thread.is_alive() for thread in self._making)
 
     def _start(self, run: Run, card: str, *, answers: bool) -> None:
         self._take(card, TAKES[_size(run)])
@@ -148,6 +159,7 @@ def main() -> None:
     parser.add_argument("--starts", nargs="+", choices=TAKES, default=[])
     parser.add_argument("--runs", nargs="+", type=run_named, default=[])
     parser.add_argument("--until", type=float, required=True)
+    parser.add_argument("--needs", type=float, help="seconds of a run where the card is not full")
     parser.add_argument("--cards", nargs="+", help="all, where none is named")
     parser.add_argument("--shared", nargs="+", default=[], help="cards on which others work too")
     options = parser.parse_args()
@@ -158,7 +170,9 @@ def main() -> None:
         parser.error(
             f"{len(options.starts)} starts for {len(cards)} cards: each has one of its own"
         )
-    sitting = Sitting(directory, begun, options.until, cards, options.runs, options.shared)
+    sitting = Sitting(
+        directory, begun, options.until, cards, options.runs, options.shared, options.needs
+    )
     sitting.main(options.starts)
 
 
