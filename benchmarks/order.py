@@ -5,8 +5,8 @@ skewed lengths, as they come and the longest first (``isobit.rollout.order``).
 
 Random weights, groups of 8.  A group's mean length is log-normal (sigma 0.7), and so are the
 lengths of its answers about that (0.3); nobody tells the engine.  Three rollouts of the same work:
-as samples come, in order at the prompts' first visit, and at their second.  A row has seconds,
-steps and tokens a second of each, the tokens drawn being equal.
+as samples come, in order at the prompts' first visit, and at their second.  A row has seconds and
+tokens a second of each, the completions being equal, their log-probabilities among them.
 """
 
 import argparse
@@ -22,8 +22,10 @@ from benchmarks.common import allocate_in_pages, card_row, printed
 from isobit.config.rollout import RolloutConfig
 from isobit.models.policy import random_policy
 from isobit.models.shapes import model_shape
+from isobit.records.text import Completion
 from isobit.rollout import scheduler
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Handle
 
 SAMPLES, PROMPT, LONGEST = 8, 128, 4096
 SAMPLES_A_PLACE = 4
@@ -50,17 +52,17 @@ def main() -> None:
         max_sequences=arguments.places, max_batched_tokens=16384, kv_memory_gib=16
     )
     arranged = scheduler.arranged
-    rows, drawn = dict[str, Any](), list[object]()
+    rows, drawn = dict[str, Any](), list[list[Completion]]()
     for _ in range(2):  # the first compiles
         plain, ordered = (NativeEngine(policy, sizes, None, seed=0) for _ in range(2))
         for way, engine in zip(WAYS, (plain, ordered, ordered), strict=True):
             scheduler.arranged = as_they_come if engine is plain else arranged
             visit = int(way == "second visit")
             began = perf_counter()
-            tokens = roll_out(engine, prompts, lengths, visit)
+            completions = roll_out(engine, prompts, lengths, visit)
             seconds = perf_counter() - began
             if not visit:  # a prompt's visits draw other tokens
-                drawn.append(tokens)
+                drawn.append(completions)
             count = sum(map(sum, lengths))
             rows[way] = {"seconds": seconds, "tokens_per_s": count / seconds}
         assert all(one == drawn[0] for one in drawn), "the order changed what is drawn"
@@ -88,8 +90,8 @@ def as_they_come(line: Sequence[Any], *_: Any) -> Sequence[Any]:
 
 def roll_out(
     engine: NativeEngine, prompts: list[list[int]], lengths: list[list[int]], visit: int
-) -> list[object]:
-    """Every sample's tokens, in the order of the requests; each ends at its length, of which the
+) -> list[Completion]:
+    """Every sample, in the order of the requests; each ends at its length, of which the
     engine knows no more than of a stop token.
     """
     requests = [
@@ -99,11 +101,11 @@ def roll_out(
     for group, its in zip(handles, lengths, strict=True):
         for handle, length in zip(group, its, strict=True):
             engine._live[handle].max_length = PROMPT + length
-    ended = dict[object, object]()
+    ended = dict[Handle, Completion]()
     while len(ended) < sum(map(len, handles)):
         for event in engine.step():
             if event.completion is not None:
-                ended[event.handle] = tuple(event.completion.token_ids)
+                ended[event.handle] = event.completion
     return [ended[handle] for group in handles for handle in group]
 
 
