@@ -6,10 +6,12 @@
 Two engines over the same weights take turns, with so many sequences at once in groups of
 ``--samples``; prompts are the key "prompt" of the file's rows, or random tokens. Each is visited
 twice; on the second visit the table knows the first answers. The first groups of a count warm up
-and leave no row. ``equal`` compares completions, log-probabilities among them. ``--replay RATE``
-takes guesses from the run without any, each right at that rate: random weights repeat nothing.
-``over_device`` is what a step without guesses takes over what the device takes for it. Without
-``--most`` the engine has its defaults: a model whose steps are too short has no guesses.
+and leave no row, and steps with guesses are measured before all: each size is captured and measured
+once, in 30 to 90 ms. ``captures`` are those of a row's two rollouts. ``equal`` compares
+completions, log-probabilities among them. ``--replay RATE`` takes guesses from the run without any,
+each right at that rate: random weights repeat nothing. ``over_device`` is what a step without
+guesses takes over what the device takes for it. Without ``--most`` the engine has its defaults: a
+model whose steps are too short has no guesses.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from benchmarks.common import card_row, make_parser, printed, run_command
 from isobit.config.rollout import RolloutConfig
 from isobit.data.stop_tokens import stop_token_ids
 from isobit.data.tokenizer import load_tokenizer
+from isobit.memory.cache_size import SPECULATED_ROWS
 from isobit.models.folder import load_policy
 from isobit.models.policy import Policy, random_policy
 from isobit.models.shapes import model_shape
@@ -67,11 +70,11 @@ def prompts_of(options: argparse.Namespace, policy: Policy) -> Iterator[tuple[in
 
 def timed(
     engine: NativeEngine, requests: Sequence[Request]
-) -> tuple[list[list[Completion]], float]:
-    """-> The completions, and the seconds of the rollout."""
-    began = perf_counter()
+) -> tuple[list[list[Completion]], float, int]:
+    """-> The completions, the seconds of the rollout, and the steps captured or measured in it."""
+    began, captures = perf_counter(), engine._executor.captures
     groups = generate(engine, requests)
-    return groups, perf_counter() - began
+    return groups, perf_counter() - began, engine._executor.captures - captures
 
 
 def run(options: argparse.Namespace) -> None:
@@ -88,6 +91,8 @@ def run(options: argparse.Namespace) -> None:
         drafter = Replaying(options.most or GUESSES, guessing._executor)
         drafter.rate = options.replay
         guessing._drafter = guessing._scheduler._drafter = drafter
+    for rows in range(1, SPECULATED_ROWS + 1):
+        guessing._executor.step_seconds(rows, options.new_tokens)
     params = SamplingParams(options.new_tokens, stop_token_ids=stops)
     common = {"model": str(options.folder or options.shape), "precision": options.precision}
     common |= {"replay": options.replay, "most": options.most} | card_row()
@@ -97,20 +102,21 @@ def run(options: argparse.Namespace) -> None:
         chosen = [Prompt(f"{count}/{repeat}/{i}", "", next(prompts)) for i in range(n)]
         for visit in range(2):
             requests = [Request(prompt, visit, group, params) for prompt in chosen]
-            groups, without_s = timed(plain, requests)
+            groups, without_s, once = timed(plain, requests)
             Replaying.known = {
                 Handle(one.prompt.id, visit, n): completion.sequence.token_ids.tolist()
                 for one, its in zip(requests, groups, strict=True)
                 for n, completion in enumerate(its)
             }
-            made, with_s = timed(guessing, requests)
+            made, with_s, again = timed(guessing, requests)
             stats = guessing.stats
             row = {"sequences": count, "visit": visit, "tokens": stats.generated_tokens}
             row |= {"without_s": without_s, "with_s": with_s, "faster": without_s / with_s}
             row |= {"accepted": stats.accepted_tokens, "proposed": stats.drafted_tokens}
             if (drafter := guessing._drafter) is not None:
                 row["over_device"] = drafter.over_device(count)
-            row = common | row | {"forwards": stats.forwards, "equal": made == groups}
+            row |= {"forwards": stats.forwards, "captures": [once, again]}
+            row = common | row | {"equal": made == groups}
             if repeat:
                 printed(row)
 

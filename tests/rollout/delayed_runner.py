@@ -73,6 +73,8 @@ class DelayedRunner:
         )
         self.draw([(sample, states.row(row)) for row, (sample, _, _) in enumerate(rows)])
 
+    captures = 0
+
     def step_seconds(self, rows: int, length: int) -> float:
         return 1.0
 

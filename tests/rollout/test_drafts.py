@@ -63,6 +63,7 @@ class Times:
     share: float = 0.0
     wait_s: float = 0.0
     host_s: float = 0.0
+    captures: int = 0
 
     def step_seconds(self, rows: int, length: int) -> float:
         return 1 + self.share * (rows - 1)
@@ -830,6 +831,32 @@ def test_a_pause_is_not_taken_for_what_guesses_cost() -> None:
     assert times.steps(drafter, samples, 20, 0.9) >= 14
     times.seconds += 1e6  # a tool, a trainer
     assert times.steps(drafter, samples, 100, 0.9) == 100
+
+
+@pytest.mark.parametrize("every", [1, 3, 5])
+def test_a_capture_is_not_taken_for_what_guesses_cost(every: int) -> None:
+    """Sizes of steps come up one after the other, and each is captured and measured once."""
+    samples, times = decoding(*[0.8] * 8), Clocked(0.01, wait_s=0.5, host_s=0.05)
+    drafter = clocked(times)
+    assert times.steps(drafter, samples, 20, 0.9) >= 14
+    known = drafter.over_device(len(samples))
+    for _ in range(8):
+        times.seconds += 30.0
+        times.captures += 1
+        assert times.steps(drafter, samples, every, 0.9) == every
+    assert times.steps(drafter, samples, 50, 0.9) == 50
+    assert drafter.over_device(len(samples)) == known
+
+
+def test_a_capture_is_not_taken_for_a_slow_step() -> None:
+    """Without guesses: steps that then seem to take twice as long would make guesses cheap."""
+    samples, times = decoding(*[0.01] * 8), Clocked(0.3, wait_s=0.5, host_s=0.05)
+    drafter = clocked(times)
+    for _ in range(30):
+        assert not times.steps(drafter, samples, 3, 0.9)
+        times.seconds += 30.0
+        times.captures += 1
+    assert drafter.over_device(len(samples)) == pytest.approx(1.0)
 
 
 def test_unlikely_guesses_are_not_looked_up() -> None:

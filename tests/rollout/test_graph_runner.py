@@ -243,10 +243,12 @@ def test_steps_are_measured_once_and_leave_no_trace(monkeypatch: pytest.MonkeyPa
     engine, (runner,) = make_engine(policy, speculation=4)
     assert runner.step_seconds(3, 0) == 1.0 and runner.step_seconds(4, 100) == 51.0
     assert len(runner._steps) == len(graph_runner._measured) == 1
-    before = clock[0]
+    before, captures = clock[0], engine._executor.captures
     assert runner.step_seconds(4, 7) == 4.5 and clock[0] == before
+    assert captures and engine._executor.captures == captures, "nothing was captured or measured"
     assert not runner._state.lengths.any() and runner._rows[1].max() > 1, "other tokens each"
     assert generate(engine, wanted) == drawn_waiting(())
+    assert engine._executor.captures > captures, "steps of other sizes, and without guesses"
 
 
 def test_new_weights_between_steps_need_no_other_capture() -> None:

@@ -29,7 +29,9 @@ which is taken by how much a step puts that sample behind which is furthest behi
 without guesses that would have taken as long, less its tokens. What it catches up is given back.
 Where the budget is spent there are no guesses until time has passed. It can be overdrawn by a step
 with guesses, and by the wait that was decided on before what this step took was known. Of a step
-that takes more than twice what is known, the rest counts as a pause and is not taken from it.
+that takes more than twice what is known, the rest counts as a pause and is not taken from it. From
+a time in which a step was captured or measured, which is done once for each size, nothing is taken
+or learnt of what steps take.
 
 The steps of a small model wait for the host, and what it does for guesses shows in them: looking
 them up, noting tokens, estimates. So where the device takes less than ``shortest`` for a step of
@@ -112,6 +114,11 @@ class StepTimes(Protocol):
         """Seconds of a clock; always 0 where costs are not learnt: a step takes no longer, or ranks
         have to guess alike.
         """
+        ...
+
+    @property
+    def captures(self) -> int:
+        """Steps that were captured or measured so far."""
         ...
 
     def step_seconds(self, rows: int, length: int) -> float:
@@ -206,6 +213,8 @@ class Drafter:
         """By the bits of the number of samples."""
         self._began = 0.0
         """When the last step was planned."""
+        self._captures = times.captures
+        """When the last step was planned."""
         self._planned: _Planned | None = None
         self._waits = self._has_waited = False
         """Whether the tokens in flight are waited for, and those in front of this plan were."""
@@ -255,9 +264,12 @@ class Drafter:
         pause that has other reasons counts twice what is known at most.
         """
         began, self._began = self._began, self._times.now()
+        captures, self._captures = self._captures, self._times.captures
         planned, self._planned = self._planned, None
         waits, self._waits, self.has_guessed = self._waits, False, False
         is_plain = planned is not None and not planned.expected and not waits
+        if captures != self._captures:
+            began, is_plain = 0.0, False
         self._flowing = self._flowing + 1 if is_plain else 0
         self._has_waited = waits or (planned is not None and planned.expected > 0)
         if planned is None:

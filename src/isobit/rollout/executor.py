@@ -84,6 +84,11 @@ class Executor(ABC, Generic[Runner]):
     wait_s = host_s = 0.0
     """Those of ``isobit.rollout.drafts.StepTimes``."""
 
+    @property
+    def captures(self) -> int:
+        """See ``isobit.rollout.drafts.StepTimes``."""
+        return 0
+
     def now(self) -> float:
         """See ``isobit.rollout.drafts.StepTimes``."""
         return 0.0
@@ -293,6 +298,10 @@ class PipelinedExecutor(Executor[PipelineRunner]):
     def verifies(self, sample: Sample) -> bool:
         """Whether it goes on from a token that the host knows too."""
         return sample.on_device and sample.in_flight == 0
+
+    @property
+    def captures(self) -> int:
+        return self.runner.captures
 
     def now(self) -> float:
         return self.runner.now()

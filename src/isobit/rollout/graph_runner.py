@@ -337,6 +337,11 @@ class GraphRunner:
             routings = outputs[2:]
         self._drawn.append(DrawnFor(samples, drawn, routings[0][:n].clone() if routings else None))
 
+    @property
+    def captures(self) -> int:
+        """See ``isobit.rollout.drafts.StepTimes``."""
+        return len(self._steps) + len(self._seconds)
+
     def now(self) -> float:
         """0 on ranks that share the engine, whose clocks differ."""
         ranks = self._policy.weights("rollout").tensor_parallel.world.size

@@ -160,6 +160,11 @@ class PipelineRunner(PageStore, Protocol):
         """
         ...
 
+    @property
+    def captures(self) -> int:
+        """See ``isobit.rollout.drafts.StepTimes``."""
+        ...
+
     def step_seconds(self, rows: int, length: int) -> float:
         """See ``isobit.rollout.drafts.StepTimes``; guesses are among the rows."""
         ...
