@@ -78,7 +78,9 @@ def test_what_all_say_is_said_once() -> None:
 
 
 def started(folder: Path, case: str, count: int = 2) -> subprocess.Popen[str]:
-    call = f"from isobit.launch.local import launch; launch([{TOY!r}, {case!r}, "
+    # what a shell starts with "&" ignores Ctrl-C, and so would all below it
+    call = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    call += f"from isobit.launch.local import launch; launch([{TOY!r}, {case!r}, "
     call += f"{str(folder)!r}], {count}, kill_s=0.3)"
     return subprocess.Popen(
         [sys.executable, "-c", call], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
