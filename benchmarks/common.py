@@ -71,6 +71,19 @@ def printed(row: "Row") -> "Row":
     return row
 
 
+def append_row(out: Path | None, row: "Row") -> None:
+    """Add a line to a file of rows where a command was given one."""
+    if out is not None:
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json_text(row) + "\n")
+
+
+def around_dashes(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command's own words, and those behind ``--``, which are for another."""
+    cut = words.index("--") if "--" in words else len(words)
+    return list(words[:cut]), list(words[cut + 1 :])
+
+
 def versions() -> dict[str, str]:
     """The versions that every row depends on, and a back end that is not Hopper's."""
     import triton

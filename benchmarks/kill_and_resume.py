@@ -26,7 +26,7 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-from benchmarks.common import card_row, printed
+from benchmarks.common import append_row, around_dashes, card_row, printed
 from benchmarks.loading import write_folder
 from benchmarks.whole_run import write_prompts, write_tokenizer
 from isobit.models.folder import describe_model
@@ -139,8 +139,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if given is None else list(given)
-    cut = words.index("--") if "--" in words else len(words)
-    options, more = parse(words[:cut]), words[cut + 1 :]
+    own, more = around_dashes(words)
+    options = parse(own)
     directory, until = options.directory, perf_counter() + options.seconds
     folder = options.folder or directory / "model"
     directory.mkdir(parents=True, exist_ok=True)
@@ -184,9 +184,7 @@ def main(given: Sequence[str] | None = None) -> None:
         "differing": sum(one.differing for one in killed),
     }
     printed(row)
-    if options.out is not None:
-        with options.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+    append_row(options.out, row)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ its tokens, log-probabilities, rewards, weights and metrics are equal. A JSON li
 """
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -25,7 +24,7 @@ from statistics import median
 from time import perf_counter, sleep
 from typing import Any
 
-from benchmarks.common import printed
+from benchmarks.common import append_row, around_dashes, printed
 from isobit.store.journals import whole_lines
 
 WINDOW, ROLLOUTER = 12, 1
@@ -83,8 +82,7 @@ def lost_seconds(done_s: Sequence[float], killed: int) -> float:
 
 
 def main() -> None:
-    words = sys.argv[1:]
-    cut = words.index("--") if "--" in words else len(words)
+    own, more = around_dashes(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--directory", type=Path, required=True)
@@ -93,10 +91,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--undisturbed", action="store_true")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args(words[:cut])
+    options = parser.parse_args(own)
     options.directory.mkdir(parents=True, exist_ok=True)
     keys = ["--training.steps", str(options.steps), "--evaluation.every", "0", "--async.lag", "1"]
-    keys += ["--cluster.processes", "2", "--cluster.rollouters", "1", *words[cut + 1 :]]
+    keys += ["--cluster.processes", "2", "--cluster.rollouters", "1", *more]
     outputs = [options.directory / name for name in ("killed", "undisturbed")]
     done_s, killed = run_with_deaths(
         [str(options.recipe), *keys, "--output", str(outputs[0])],
@@ -118,9 +116,7 @@ def main() -> None:
         row |= {"undisturbed_s": rest[-1] - rest[0], "equal": said.returncode == 0}
         print(said.stdout, said.stderr, file=sys.stderr)
     printed(row)
-    if options.out is not None:
-        with options.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+    append_row(options.out, row)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ Two engines over the same weights take turns, with so many sequences at once in 
 ``--samples``; prompts are the key "prompt" of the file's rows, or random tokens. Each is visited
 twice; on the second visit the table knows the first answers. The first groups of a count warm up
 and leave no row, and steps with guesses are measured before all: each size is captured and measured
-once, in 30 to 90 ms. ``captures`` are those of a row's two rollouts. ``equal`` compares
+once, in tens of milliseconds. ``captures`` are those of a row's two rollouts. ``equal`` compares
 completions, log-probabilities among them. ``--replay RATE`` takes guesses from the run without any,
 each right at that rate: random weights repeat nothing. ``over_device`` is what a step without
 guesses takes over what the device takes for it. Without ``--most`` the engine has its defaults: a

@@ -37,7 +37,7 @@ from statistics import median
 from time import perf_counter, sleep
 from typing import Any
 
-from benchmarks.common import card_row, markdown, printed
+from benchmarks.common import append_row, around_dashes, card_row, markdown, printed
 from benchmarks.engines import COLUMNS
 from benchmarks.loading import write_folder
 from isobit.models.config import ModelConfig
@@ -46,7 +46,6 @@ from isobit.models.safetensors import SHARD_BYTES
 from isobit.models.shapes import model_shape
 from isobit.records.text import Completion, Prompt
 from isobit.store.journals import whole_lines
-from isobit.util.strict_json import json_text
 
 STEP = (
     *("time/rollout_s", "time/training_s", "tokens_per_s/rollout", "tokens_per_s/training"),
@@ -229,8 +228,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if given is None else list(given)
-    cut = words.index("--") if "--" in words else len(words)
-    options, more = parse(words[:cut]), words[cut + 1 :]
+    own, more = around_dashes(words)
+    options = parse(own)
     if options.table is not None:
         print("\n".join(table(options.table)))
         return
@@ -258,9 +257,7 @@ def main(given: Sequence[str] | None = None) -> None:
     where = card_row() if options.device == "cuda" else {"card": "cpu"}
     row = {**asked, **where, "folder_bytes": folder_bytes, "seconds_written": written, **found}
     printed(row)
-    if options.out is not None:
-        with options.out.open("a", encoding="utf-8") as file:
-            file.write(json_text(row) + "\n")
+    append_row(options.out, row)
 
 
 _ENDS = 25
@@ -301,9 +298,7 @@ _SHOWN = 10
 
 def _keeper(out: Path | None) -> Callable[[dict[str, Any]], None]:
     def keep(step: dict[str, Any]) -> None:
-        if out is not None:
-            with out.open("a", encoding="utf-8") as file:
-                file.write(json_text(step) + "\n")
+        append_row(out, step)
         if step["step"] % _SHOWN == 0:
             printed(step)
 

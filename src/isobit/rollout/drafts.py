@@ -214,7 +214,7 @@ class Drafter:
         self._began = 0.0
         """When the last step was planned."""
         self._captures = times.captures
-        """When the last step was planned."""
+        """As many as there were then."""
         self._planned: _Planned | None = None
         self._waits = self._has_waited = False
         """Whether the tokens in flight are waited for, and those in front of this plan were."""
