@@ -207,11 +207,12 @@ def write_speed() -> None:
 
 def speed_rows() -> list[Row]:
     """Of native rollouts, passes, scoring and ranks, with the file and line that each is taken
-    from. Rollouts in which sequences were preempted are left out.
+    from. Rollouts in which sequences were preempted are left out, as are passes behind a forward in
+    INT8 with DGrad in FP8 and WGrad in BF16, the flow of earlier versions.
     """
     rows: list[Row] = []
-    for folder in ("training", "experts", "int8/training"):
-        modes = "int8" if folder.startswith("int8") else ""
+    for folder in ("training", "experts", "int8/backward"):
+        modes = "int8-qwen" if folder.startswith("int8") else ""
         for path in sorted((RESULTS / folder).glob(f"native-{modes}*.jsonl")):
             for source, row in _lines(path):
                 rows += _speeds(source, row)
@@ -230,7 +231,8 @@ def speed_rows() -> list[Row]:
 def whole_steps() -> Iterator[Row]:
     """Steps of reinforcement learning, with what is estimated of them from the other rows."""
     for path in [
-        *sorted((RESULTS / "end_to_end").glob("native-*.jsonl")),
+        *sorted((RESULTS / "end_to_end").glob("native-[!i]*.jsonl")),
+        *sorted((RESULTS / "end_to_end/int8").glob("native-int8-*.jsonl")),  # as it is now
         *sorted((RESULTS / "parallel").glob("ranks-*.jsonl")),
     ]:
         for source, row in _lines(path):

@@ -435,13 +435,15 @@ def test_what_is_known_by_size_names_where_it_was_measured(
     place = lines.index(
         "by size, the difference to bf16 before and after 150 steps of GRPO, points (seeds):"
     )
-    flow, small, large, measured, own = lines[place + 2 :][:5]
+    flow, small, large, measured, others, own = lines[place + 2 :][:6]
     assert flow == "fp8"
     assert small == "  25 million (small)     -30.0 [-31.0, -28.0]  -30.0 [-31.0, -28.0] (3)"
     assert large == "  1,107 million (large)     -5.0 [-6.0, -3.0]                         -"
     assert measured == (
         "measured on sums (NVIDIA H200, 2026-11-25 to 2026-11-26); other tasks differ"
     )
+    flows = 'int8, {preset = "fp8", attention = "int8"}, fp8-linear'
+    assert others == f"not measured there: {flows}"
     shape = describe_model(starter_folder()).config
     assert own == (
         f"this model has {layer_parameters(shape):,} parameters in its layers, smaller than all "
@@ -463,6 +465,7 @@ def test_tables_are_no_wider_than_the_terminal(width: int) -> None:
     found = replace(found, flows=flows, by_size=read_by_size(), card="H200", layer_parameters=9)
     lines = describe_comparison(found, width)
     sentences = ("by size", "measured on", "this model", "recommended", "isobit flows", "H200: ")
+    sentences += ("not measured there",)
     tables = [line for line in lines if not line.startswith(sentences)]
     allowed = max(width, len(flows[-1].name))
     assert [line for line in tables if len(line) > allowed] == []

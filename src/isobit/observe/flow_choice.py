@@ -349,11 +349,14 @@ def _size_lines(found: Comparison, width: int) -> list[str]:
         where = "smaller than all of these"
     steps = " or ".join(map(str, known["steps"]))
     when = " to ".join(dict.fromkeys(known["days"]))
+    measured = {"bf16"}.union(*(one["flows"] for one in known["sizes"]))
+    others = [one.name for one in found.flows if one.name not in measured]
     return [
         "",
         f"by size, the difference to bf16 before and after {steps} steps of GRPO, points (seeds):",
         *_by_flow(known["sizes"], width),
         f"measured on {known['task']} ({', '.join(known['cards'])}, {when}); other tasks differ",
+        *([f"not measured there: {', '.join(others)}"] if others else []),
         f"this model has {_millions(found.layer_parameters)} parameters in its layers, {where}",
     ]
 
