@@ -175,6 +175,37 @@ def test_a_run_of_an_earlier_version_goes_on_in_fp8_where_its_recipe_names_none(
     assert read_run(cut.output).flow == "fp8"
 
 
+def test_a_run_whose_version_lacked_keys_of_today_goes_on(
+    make_run: MakeConfig, whole: Path
+) -> None:
+    cut = make_run(precision=BEFORE, **SHORT)
+    train(cut)
+    for table, key in (("algorithm", "clip"), ("training", "rate_by_ess"), ("async", "lag")):
+        as_recorded_before(cut.output, lambda found, key=key: found.pop(key), table)
+    train(make_run(precision=BEFORE, **SETTINGS), resume=True)
+    for name in COMPARED:
+        assert (cut.output / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_settings_and_bits_are_refused_in_one_message(
+    make_run: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(make_run(**SHORT))
+    monkeypatch.setattr("isobit.store.class_of_bits.kernels_sha256", lambda: "0" * 64)
+    changed = make_run(**SETTINGS, seed=5)
+    for allowed in ((), ("bits.device",)):
+        with pytest.raises(ConfigError) as refused:
+            train(changed, resume=True, allowed=allowed)
+        said = str(refused.value)
+        assert "seed: 0 in the run, 5 now" in said and "bits.kernels: SHA-256" in said
+        assert "--allow-change seed,bits.kernels;" in said
+        assert "may compute other bits" in said
+    with pytest.raises(ConfigError) as refused:
+        train(changed, resume=True, allowed=["bits"])
+    assert "bits.kernels" not in str(refused.value)
+    train(changed, resume=True, allowed=["seed", "bits"])
+
+
 @pytest.mark.exhaustive
 def test_a_run_of_an_earlier_version_goes_on_without_special_tokens_where_its_recipe_leaves_that(
     make_run: MakeConfig,

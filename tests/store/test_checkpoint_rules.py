@@ -40,7 +40,7 @@ def test_the_best_is_the_first_with_the_highest_value() -> None:
 def test_differing_keys_are_dotted_and_hold_both_values() -> None:
     saved = {"a": {"b": 1, "c": [1, 2]}, "d": {}, "gone": 1}
     now = {"a": {"b": 2, "c": (1, 2)}, "d": {"e": 5}, "gone": 1}
-    assert changed_keys(saved, now) == {"a.b": (1, 2), "d": ({}, "nothing"), "d.e": ("nothing", 5)}
+    assert changed_keys(saved, now) == {"a.b": (1, 2), "d": ({}, "not set"), "d.e": ("not set", 5)}
     assert changed_keys({"a": {"b": 1}}, {"a": {"b": 1, "later": None}, "new": None}) == {}
 
 

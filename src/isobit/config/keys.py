@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, NaiveDatetime
 from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 TAGS = ("type", "name")
 """Keys that choose between tables."""
@@ -34,6 +35,36 @@ class Key:
 def fields_by_key(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """The fields of a table by their names in TOML (``async``), in the order of the schema."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def with_defaults(annotation: Any, value: Any) -> Any:
+    """What a record has for a key of this type, with the default of each key that its tables lack,
+    in the form of JSON. What is no table of known keys, and unknown keys, stay as they are.
+    """
+    annotation = _plain(annotation)
+    if isinstance(value, list | tuple) and get_origin(annotation) is tuple:
+        return [with_defaults(get_args(annotation)[0], one) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    if get_origin(annotation) is dict:
+        below = get_args(annotation)[1]
+        return {name: with_defaults(below, one) for name, one in value.items()}
+    models = _models(annotation)
+    tags = {value.get(name) for name in TAGS if isinstance(value.get(name), str)}
+    model = next((one for one in models if len(models) == 1 or tag_of(one) in tags), None)
+    if model is None:
+        return value
+    fields = fields_by_key(model)
+    given = {
+        name: with_defaults(fields[name].annotation, one) if name in fields else one
+        for name, one in value.items()
+    }
+    missing = {
+        name: to_jsonable_python(field.get_default(call_default_factory=True))
+        for name, field in fields.items()
+        if name not in value and not field.is_required()
+    }
+    return given | missing
 
 
 @cache

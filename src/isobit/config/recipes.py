@@ -10,6 +10,7 @@ from isobit.config.base import MAX_THREADS, BackEnd, Device, HomeName, HomePath,
 from isobit.config.corrections import Correction
 from isobit.config.data import DataConfig, SftDataConfig
 from isobit.config.environment import EnvironmentConfig
+from isobit.config.keys import with_defaults
 from isobit.config.lora import LoraConfig
 from isobit.config.model_shape import ModelShape
 from isobit.config.precision import PrecisionConfig, recorded_precision
@@ -163,3 +164,12 @@ def recorded_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(table, Mapping) or "preset" not in table:
         return values
     return {**values, "precision": recorded_precision(table)}
+
+
+def completed_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with a value for every key: where the version that recorded it had none, the default
+    of today, which is what that version did. A key whose default is not needs a line in
+    ``recorded_recipe``.
+    """
+    values = recorded_recipe(values)
+    return with_defaults(RunConfig if "algorithm" in values else SftConfig, values)

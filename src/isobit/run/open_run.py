@@ -35,9 +35,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path, PurePath
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from isobit.config.recipes import Recipe, RunConfig
 from isobit.environments.pool import Environments
-from isobit.kernels.backend import name_fallbacks
+from isobit.kernels.backend import choose_device, name_fallbacks, use_back_end
+from isobit.models.folder import model_needs
 from isobit.observe.console import Console
 from isobit.observe.model_card import write_card
 from isobit.observe.run_record import read_run
@@ -170,9 +173,17 @@ def begin_run(
             world,
             allowed,
             interruption.check,
+            lambda: _device(recipe),
         ) as start,
     ):
         yield start, console, interruption
+
+
+def _device(recipe: ResolvedRecipe[Any]) -> torch.device:
+    """The device that the run would compute on, without a word on others."""
+    config = recipe.config
+    use_back_end(config.back_end)
+    return choose_device(config.device, model_needs(recipe.shape, config.precision.preset)).device
 
 
 @contextmanager

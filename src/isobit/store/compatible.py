@@ -7,11 +7,11 @@ What may change leaves the result of every step as it was.  Anything else has to
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from isobit.config.recipes import Recipe, recorded_recipe
+from isobit.config.recipes import Recipe, completed_recipe, recorded_recipe
 from isobit.store.checkpoint import Checkpoint
 from isobit.store.class_of_bits import recorded_bits
 from isobit.store.directory import RunDirectory, no_run
@@ -76,10 +76,10 @@ ALL_TOKENS = "every row of lm_head"
 """The input ``model.tokens`` of runs in which each row was a token of the distribution, as in those
 that did not record it.
 """
-_ABSENT = "nothing"
+_ABSENT = "not set"
 _BITS = (
-    "  (bits: this processor, torch or Isobit computes other bits than the run was begun with; see "
-    "docs/checkpoints.md)"
+    "  (bits: a processor, torch or Isobit other than the one that the run was begun with may "
+    "compute other bits; go back to that one, or allow the change; see docs/checkpoints.md)"
 )
 _DIGEST = re.compile("[0-9a-f]{64}")
 
@@ -111,14 +111,14 @@ REPLAYING = Doing(
 
 def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> Changes:
     """The dotted keys whose values differ, with the saved value and the one now.  A key that an
-    earlier version did not have is as one that is not set.
+    earlier version did not have counts as its default.
     """
     old, new = flat(recorded_recipe(saved)), flat(recorded_recipe(config))
-    keys = sorted(old.keys() | new.keys())
+    before, now = flat(completed_recipe(saved)), flat(completed_recipe(config))
     return {
         key: (old.get(key, _ABSENT), new.get(key, _ABSENT))
-        for key in keys
-        if old.get(key) != new.get(key)
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
     }
 
 
@@ -128,9 +128,11 @@ def check_compatible(
     step: int,
     allowed: Sequence[str] = (),
     doing: Doing = RESUMING,
+    bits: Callable[[], Changes] = dict,
 ) -> Changes:
     """The keys that differ and may, by themselves or because they are ``allowed``.  Raises
-    ConfigError listing all that may not; ``step`` steps are done.
+    ConfigError listing all that may not, with the ``bits`` that ``compare`` will refuse after them;
+    ``step`` steps are done.
     """
     changed = changed_keys(saved, config)
     refused = {
@@ -139,12 +141,14 @@ def check_compatible(
         if not _may_change(key, saved, config, step) and not is_allowed(key, allowed)
     }
     if refused:
+        others = bits()
         lines = [
             f"this run cannot be {doing.name} with another configuration; {len(refused)} "
             f"{'key differs' if len(refused) == 1 else 'keys differ'}",
             *_table(refused),
             *(_not_sampled(saved, config, step) if "training.steps" in refused else []),
-            "set them back" + doing.settings.format(names=",".join(refused)),
+            *([*_table(others), _BITS] if others else []),
+            "set them back" + doing.settings.format(names=",".join([*refused, *others])),
         ]
         raise ConfigError(*lines)
     return changed
@@ -222,6 +226,8 @@ def _table(changes: Changes) -> list[str]:
 
 def _short(value: Any) -> str:
     """A value, a digest by its first digits."""
+    if value is None or value is _ABSENT:
+        return _ABSENT
     is_digest = isinstance(value, str) and _DIGEST.fullmatch(value)
     return f"SHA-256 {value[:12]}.." if is_digest else repr(value)
 
@@ -289,13 +295,26 @@ def compare(
     """The inputs and parts of the class of bits that differ and are ``allowed``.  Raises
     ConfigError for others, and for an allowed name that is no key, setting or input.
     """
-    before, now = recorded_bits(old.environment["bits"]), environment["bits"]
     tokens = {"model.tokens": ALL_TOKENS} if "model.tokens" in inputs else {}
-    saved = {**tokens, **old.inputs, **{f"bits.{name}": value for name, value in before.items()}}
-    found = {**inputs, **{f"bits.{name}": value for name, value in now.items()}}
+    saved = {**tokens, **old.inputs, **_bits(old.environment)}
+    found = {**inputs, **_bits(environment)}
     keys = {*flat(config.model_dump(mode="json")), *settings}
     check_names(allowed, {*keys, *saved, *found})
     return check_inputs(saved, found, allowed, doing)
+
+
+def refused_bits(old: Recorded, environment: Mapping[str, Any], allowed: Sequence[str]) -> Changes:
+    """The parts of the class of bits that differ and are not ``allowed``."""
+    before, now = _bits(old.environment), _bits(environment)
+    return {
+        name: (value, now.get(name, _ABSENT))
+        for name, value in before.items()
+        if now.get(name) != value and not is_allowed(name, allowed)
+    }
+
+
+def _bits(environment: Mapping[str, Any]) -> dict[str, str]:
+    return {f"bits.{name}": value for name, value in recorded_bits(environment["bits"]).items()}
 
 
 def run_manifest(directory: RunDirectory, checkpoint: Checkpoint | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ no file but their part of a checkpoint.
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from isobit.store.compatible import (
     notes,
     orders_others,
     recorded,
+    refused_bits,
     run_manifest,
 )
 from isobit.store.directory import (
@@ -59,6 +60,7 @@ from isobit.store.training_run import DrawnAhead, Dropped, TrainingRun
 from isobit.store.waiting_writer import WaitingWriter
 from isobit.training.budget import BudgetChange
 from isobit.util.disk_space import disk_errors
+from isobit.util.errors import IsobitError
 
 _GIVEN = ("rewards", "answers", "schedule")
 """What a run was given from outside and is given again (``isobit.store.reward_record``,
@@ -301,11 +303,13 @@ def begin(
     world: World = ALONE,
     allowed: Sequence[str] = (),
     check: Callable[[], None] = lambda: None,
+    device: Callable[[], torch.device] | None = None,
 ) -> Iterator[Start]:
     """Find out where the run of a model of ``shape`` begins, whose checkpoints hold at most
     ``extra_bytes`` of extras; nothing is written or moved before ``Start.open``.  Settings that
     are ``allowed`` by name may be others than the run's.  All ranks together, with the same answer
     on all.  ``check`` raises Interrupted where a signal has come while a full disk is waited for.
+    Where settings are refused, the bits of the ``device`` are compared for the same message.
 
     Raises ConfigError for a directory that is used (without ``resume``), holds no run, is in use
     by another process, or is not the same on all hosts, and for a configuration that is not the
@@ -326,7 +330,9 @@ def begin(
         found = json.loads(
             broadcast(
                 world,
-                lambda: _decide(directory, config, shape, checkpoint, extra_bytes, allowed, say),
+                lambda: _decide(
+                    directory, config, shape, checkpoint, extra_bytes, allowed, say, device
+                ),
             )
         )
         rewards, answers, schedule = ([line.encode() for line in found[name]] for name in _GIVEN)
@@ -374,13 +380,14 @@ def _decide(
     extra_bytes: int,
     allowed: Sequence[str],
     say: Say,
+    device: Callable[[], torch.device] | None,
 ) -> str:
     """Whether the run can go on from a checkpoint, and all that every rank must know of it, as
     JSON.
     """
     old = run_manifest(directory, checkpoint)
     step = checkpoint.step if checkpoint else 0
-    changed = _check_settings(old, config, step, allowed)
+    changed = _check_settings(old, config, checkpoint, allowed, device)
     on_disk = [done for done in folders_by_step(directory.checkpoints) if done <= step]
     plan_disk(config, shape, on_disk, extra_bytes).check()
     files = directory.rewards, directory.answers, directory.schedule
@@ -398,12 +405,24 @@ def _decide(
 
 
 def _check_settings(
-    old: Mapping[str, Any], config: Recipe, step: int, allowed: Sequence[str]
+    old: Mapping[str, Any],
+    config: Recipe,
+    checkpoint: Checkpoint | None,
+    allowed: Sequence[str],
+    device: Callable[[], torch.device] | None,
 ) -> Changes:
+    def bits() -> Changes:
+        if device is None:
+            return {}
+        with suppress(IsobitError):  # a device that cannot be used is refused where it is taken
+            return refused_bits(recorded(old, checkpoint), environment(device()), allowed)
+        return {}
+
     now = config.model_dump(mode="json")
     # a checkpoint records no processes, which is all there is where run.json was lost
     saved = {"cluster": now["cluster"], **old["config"]}
-    return check_compatible(saved, now, step, allowed)
+    step = checkpoint.step if checkpoint else 0
+    return check_compatible(saved, now, step, allowed, bits=bits)
 
 
 def preview(
@@ -421,7 +440,7 @@ def preview(
         return
     checkpoint = newest_usable(directory, say)
     old, step = run_manifest(directory, checkpoint), checkpoint.step if checkpoint else 0
-    changed = _check_settings(old, config, step, allowed)
+    changed = _check_settings(old, config, checkpoint, allowed, lambda: device)
     before = recorded(old, checkpoint)
     more = compare(before, config, inputs, environment(device), allowed, changed)
     for name in (*changed, *more):
