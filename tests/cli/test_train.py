@@ -108,6 +108,18 @@ def test_a_dry_run_prints_the_run_the_flow_and_the_memory_and_touches_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_says_which_precision_a_recipe_has_that_names_none(tmp_path, capsys):
+    text = Path(QUICKSTART).read_text(encoding="utf-8")
+    recipe = tmp_path / "open.toml"
+    kept = [line for line in text.splitlines() if not line.startswith("precision")]
+    recipe.write_text("\n".join(kept), encoding="utf-8")
+    for words, count in (([], 1), (["--precision", "int8"], 0)):
+        output = str(tmp_path / "run")
+        assert main(["train", str(recipe), "--dry-run", "--output", output, *TINY, *words]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert shown.count("note: the recipe names no precision") == count
+
+
 def test_a_dry_run_tells_of_references_and_refuses_data_without_any(tmp_path, capsys):
     data = tmp_path / "sums.jsonl"
     rows = [{"prompt": f"1+2+3+{i}=", "answer": None if i else "6"} for i in range(4)]

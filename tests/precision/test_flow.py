@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 
-from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset, recorded_precision
+from isobit.models.decoder import decoder_shape
 from isobit.precision.flow import (
     DecoderShape,
     Graph,
     LinearShape,
+    PrecisionFlow,
     Site,
+    SiteShape,
     build_flow,
     describe_flow,
     graph_differences,
@@ -18,6 +21,7 @@ from isobit.precision.flow import (
 from isobit.precision.quant_tensor import INT8_SUMMANDS
 from isobit.util.errors import ConfigError
 from tests.sites import shape_of_layers
+from tests.tiny import tiny_model
 
 
 def make_shape(layers: int = 4, hidden: int = 256, intermediate: int = 512) -> DecoderShape:
@@ -98,9 +102,45 @@ def test_backward_formats() -> None:
     assert formats("int8", dgrad="fp8", wgrad="bf16")[:3] == ("int8", "e4m3", "bf16")
     assert formats("int8-rollout")[:3] == ("bf16", "bf16", "bf16")
     assert formats("int8", modules_bf16=("qkv_proj",))[:3] == ("bf16", "bf16", "bf16")
-    for key in ("dgrad", "wgrad"):
-        with pytest.raises(ConfigError, match="in the preset 'fp8' no linear is in INT8"):
-            formats("fp8", **{key: "int8"})
+
+
+@pytest.mark.parametrize("key", ["dgrad", "wgrad"])
+@pytest.mark.parametrize("preset", ["fp8", "fp8-linear", "fp8-rollout", "int8-rollout", "bf16"])
+def test_a_backward_in_int8_is_for_presets_that_train_in_int8(key: str, preset: Preset) -> None:
+    """Found by an audit: int8-rollout was recommended and taken, and trains in BF16."""
+    table = {"preset": preset, key: "int8"}
+    with pytest.raises(ConfigError) as refused:
+        build_flow(PrecisionConfig.model_validate(table), make_shape())
+    assert str(refused.value) == (
+        f'precision.{key} is "int8", but in the preset {preset!r} no linear is trained in INT8; '
+        "take one of int8-linear, int8, or leave the key out"
+    )
+    if preset in ("int8-rollout", "bf16", "fp8-rollout"):  # a record of an earlier version
+        assert recorded_precision(table)[key] is None
+
+
+@pytest.mark.parametrize(
+    ("preset", "wgrad", "fits"),
+    [
+        ("fp8-rollout", "fp8", False),
+        ("int8-rollout", "fp8", False),
+        ("bf16", "fp8", False),
+        ("fp32", "bf16", False),
+        ("bf16", "bf16", True),
+        ("int8-rollout", "bf16", True),
+        ("int8", "fp8", True),
+        ("fp8", "fp8", True),
+    ],
+)
+def test_a_format_of_wgrad_that_has_no_effect_is_refused(
+    preset: Preset, wgrad: Any, fits: bool
+) -> None:
+    config = PrecisionConfig(preset=preset, wgrad=wgrad)
+    if fits:
+        assert build_flow(config, make_shape())
+        return
+    with pytest.raises(ConfigError, match="trained in FP8 or INT8; take one of fp8-linear, fp8, "):
+        build_flow(config, make_shape())
 
 
 def test_wgrad_in_int8_has_no_sums_that_an_int32_does_not_hold() -> None:
@@ -201,3 +241,57 @@ def test_a_site_is_found_without_going_through_all_of_them() -> None:
     assert watched == graph and hash(watched) == hash(graph)
     with pytest.raises(KeyError):
         watched.site("layers.40.o_proj")
+
+
+WIDE = INT8_SUMMANDS + 1
+
+
+@pytest.mark.parametrize("preset", ["int8", "int8-linear", "int8-rollout"])
+@pytest.mark.parametrize("experts", [1, 4])
+def test_a_linear_in_int8_whose_sums_an_int32_does_not_hold_is_refused(
+    preset: Preset, experts: int
+) -> None:
+    """Found by an audit: the forward overflowed without a word."""
+
+    def shape(features: int) -> DecoderShape:
+        down = LinearShape({"down_proj": 128 * experts}, features, experts)
+        return shape_of_layers(
+            2, {"qkv_proj": LinearShape({"q_proj": 128}, 128), "down_proj": down}
+        )
+
+    def build(features: int = WIDE, **options: Any) -> PrecisionFlow:
+        return build_flow(
+            PrecisionConfig.model_validate({"preset": preset} | options), shape(features)
+        )
+
+    with pytest.raises(ConfigError) as refused:
+        build()
+    assert str(refused.value) == (
+        "layers.0.down_proj has 133,145 input features, and a product in INT8 is exact for at most "
+        '133,144, whose sum an INT32 holds; name "down_proj" in precision.modules_bf16, or take '
+        'the precision "fp8" or "bf16"'
+    )
+    assert build(INT8_SUMMANDS).rollout.linear(0, "down_proj").forward == "int8"
+    assert build(modules_bf16=("down_proj",)).rollout.linear(0, "qkv_proj").forward == "int8"
+    assert build(preset="fp8").rollout.linear(0, "down_proj").forward == "e4m3"
+    with pytest.raises(ConfigError, match=r"layers\.1\.down_proj has"):
+        build(first_layers_bf16=1)
+
+
+def test_a_head_in_int8_whose_sums_an_int32_does_not_hold_is_refused() -> None:
+    sites = SiteShape("embed_tokens", "embedding"), SiteShape("lm_head", "head", head_features=WIDE)
+    shape = DecoderShape(0, sites)
+    for preset in ("bf16", "fp8", "int8"):
+        assert build_flow(PrecisionConfig(preset=preset), shape).exact
+        with pytest.raises(
+            ConfigError, match=r"^lm_head has 133,145 input .*; leave precision\.head out$"
+        ):
+            build_flow(PrecisionConfig(preset=preset, head="int8"), shape)
+
+
+def test_the_head_of_a_model_has_the_features_of_its_hidden_states() -> None:
+    wide = decoder_shape(tiny_model(hidden_size=WIDE + 7))
+    with pytest.raises(ConfigError, match=r"^lm_head has 133,152 input"):
+        build_flow(PrecisionConfig(preset="fp8", head="int8"), wide)
+    with pytest.raises(ConfigError, match=r"^layers\.0\.qkv_proj has 133,152 input"):
+        build_flow(PrecisionConfig(preset="int8"), wide)

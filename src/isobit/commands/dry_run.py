@@ -141,6 +141,7 @@ def plan_training(
     notes: list[str] = []
     recipe = settled(as_begun(resolve(config, weights=resume), resume), read, notes.append)
     config, plan = recipe.config, read(recipe)
+    notes += (f"note: {note}" for note in config.precision.notes)
     check_started(config, config.cluster.processes)
     plan = replace(plan, learning=(*notes, *plan.learning))
     rewards = describe_rewards(config.reward, plan.data.graded)

@@ -23,6 +23,10 @@ _INT8_BACKWARD = ("int8", "int8-linear")
 """Presets whose DGrad and WGrad are in INT8 where nothing else is said."""
 _BEFORE = {"dgrad": "fp8", "wgrad": "bf16"}
 """What earlier versions took there, whose records have no value for it."""
+_PLAIN_BACKWARD = ("fp32", "bf16", "fp8-rollout", "int8-rollout")
+"""Presets in which DGrad and WGrad are not in 8 bits, whatever the record of an earlier version has
+for them.
+"""
 
 
 class PrecisionConfig(Strict):
@@ -46,9 +50,13 @@ class PrecisionConfig(Strict):
     the preset's.
     """
     dgrad: Literal["fp8", "int8"] | None = None
-    """Format of the operands of DGrad, where linears are in INT8; by default INT8."""
+    """Format of the operands of DGrad, where linears are in INT8; by default INT8. A matrix of more
+    than 133,144 output features, whose sums INT32 does not hold, has it in FP8.
+    """
     wgrad: Literal["fp8", "int8", "bf16"] | None = None
-    """Format of the operands of WGrad, where linears are in FP8 or INT8; by default theirs."""
+    """Format of the operands of WGrad, where linears are in FP8 or INT8; by default theirs. A
+    micro-batch of more than 133,144 tokens has it in BF16 in place of INT8.
+    """
     head: Literal["bf16", "int8"] | None = None
     """Format in which lm_head makes the logits, in all flows but fp32; by default BF16."""
     scales: Literal["power_of_two", "fp32"] = "power_of_two"
@@ -110,7 +118,8 @@ def recorded_precision(table: Mapping[str, Any]) -> dict[str, Any]:
     preset = table["preset"]
     backward = _BEFORE if preset in _INT8_BACKWARD else {}
     given = {key: value for key, value in table.items() if value is not None or key not in backward}
-    return {**_defaults(preset), **backward, **given}
+    ignored = dict.fromkeys(_BEFORE) if preset in _PLAIN_BACKWARD else {}
+    return {**_defaults(preset), **backward, **given, **ignored}
 
 
 def _defaults(preset: str) -> dict[str, Any]:

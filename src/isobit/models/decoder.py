@@ -207,7 +207,8 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             sites += [*layer.attention.sites(), *layer.mlp.sites()]
             sites.append(SiteShape(f"layers.{index}.norms", "norm", index))
-        sites += [SiteShape("norm", "norm"), SiteShape(LM_HEAD, "head")]
+        head = SiteShape(LM_HEAD, "head", head_features=self.embedding.hidden_size)
+        sites += [SiteShape("norm", "norm"), head]
         return DecoderShape(len(self.layers), tuple(sites))
 
     @property

@@ -7,6 +7,7 @@ It also lists what each preset quantises, and the memory to generate and to trai
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -26,7 +27,7 @@ from isobit.models.decoder import build_decoder, decoder_shape, parameter_count
 from isobit.models.folder import model_needs, read_any_config
 from isobit.models.safetensors import CheckpointTensor
 from isobit.models.saving import Tensors, publish_part, quantised_sites
-from isobit.precision.flow import Graph, PrecisionFlow, Site, build_flow
+from isobit.precision.flow import DecoderShape, Graph, PrecisionFlow, Site, build_flow
 from isobit.precision.quant_tensor import (
     EIGHT_BITS,
     EightBitFigures,
@@ -191,8 +192,16 @@ def _preset_figures(config: ModelConfig, support: Support) -> tuple[PresetFigure
             published_bytes(config, flow, support.sizes),
             flow.exact,
         )
-        for flow in (build_flow(PrecisionConfig(preset=one), shape) for one in run)
+        for flow in (_flow(one, shape) for one in run)
+        if flow is not None
     )
+
+
+def _flow(preset: Preset, shape: DecoderShape) -> PrecisionFlow | None:
+    """The flow of a preset; None where it does not fit the model."""
+    with suppress(ConfigError):
+        return build_flow(PrecisionConfig(preset=preset), shape)
+    return None
 
 
 HIGH_CREST = 11.0

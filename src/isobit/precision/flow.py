@@ -59,6 +59,8 @@ class SiteShape:
     linear: LinearShape | None = None
     adapter: LinearShape | None = None
     """A matrix of LoRA: a linear in the format between operators, in every flow."""
+    head_features: int = 0
+    """Numbers of a hidden state, of which lm_head makes logits."""
 
     @property
     def aliases(self) -> set[str]:
@@ -254,16 +256,19 @@ def _check_options(config: PrecisionConfig, shape: DecoderShape) -> None:
 
 
 def _check_backward(config: PrecisionConfig) -> None:
-    keys = {"dgrad": config.dgrad, "wgrad": config.wgrad if config.wgrad == "int8" else None}
-    for key, value in keys.items():
-        if value is None:
+    """Refuse formats of a backward that the preset does not have."""
+    linears = _PRESETS[config.preset]["training"][0]
+    eight: Mapping[Format, str] = {"e4m3": "FP8", "int8": "INT8"}
+    for key, value in {"dgrad": config.dgrad, "wgrad": config.wgrad}.items():
+        known = ("int8",) if key == "dgrad" or value == "int8" else tuple(eight)
+        if value is None or linears in known or _NAMED[value] == linears == "bf16":
             continue
-        if not config.preset.startswith("int8"):
-            fitting = ", ".join(name for name in _PRESETS if name.startswith("int8"))
-            raise ConfigError(
-                f'precision.{key} is "{value}", but in the preset {config.preset!r} no linear is '
-                f"in INT8; take one of {fitting}, or leave the key out"
-            )
+        fitting = [name for name, sides in _PRESETS.items() if sides["training"][0] in known]
+        raise ConfigError(
+            f'precision.{key} is "{value}", but in the preset {config.preset!r} no linear is '
+            f"trained in {' or '.join(eight[one] for one in known)}; take one of "
+            f"{', '.join(fitting)}, or leave the key out"
+        )
 
 
 def _check_kv_scales(config: PrecisionConfig) -> None:
@@ -310,7 +315,10 @@ def _build_graph(config: PrecisionConfig, shape: DecoderShape, side: Side) -> Gr
             per_tensor = format == "e4m3" and config.kv_scales == "per_tensor"
             sites.append(Site(site.name, site.kind, format, per_tensor=per_tensor))
         elif site.kind == "head":
-            sites.append(Site(site.name, site.kind, _head_format(config, side, base)))
+            format = _head_format(config, side, base)
+            if format == "int8":
+                _check_sums(site.name, site.head_features, "leave precision.head out")
+            sites.append(Site(site.name, site.kind, format))
         else:
             sites.append(Site(site.name, site.kind, base))
     return Graph(tuple(sites), base)
@@ -330,8 +338,21 @@ def _formats_of(config: PrecisionConfig, side: Side) -> tuple[Format, Format]:
 def _linear_site(config: PrecisionConfig, name: str, linear: LinearShape, format: Format) -> Site:
     if format not in EIGHT_BITS:
         return Site(name, "linear", format, dgrad=format, wgrad=format, parts=linear.rows)
+    if format == "int8":
+        own = name.rpartition(".")[2]
+        advice = f'name "{own}" in precision.modules_bf16, or take the precision "fp8" or "bf16"'
+        _check_sums(name, linear.in_features, advice)
     dgrad, wgrad = _backward_formats(config, linear, format)
     return Site(name, "linear", format, config.scales, dgrad, wgrad, linear.rows)
+
+
+def _check_sums(name: str, features: int, advice: str) -> None:
+    """Refuse a product in INT8 whose sums an INT32 does not hold."""
+    if features > INT8_SUMMANDS:
+        raise ConfigError(
+            f"{name} has {features:,} input features, and a product in INT8 is exact for at most "
+            f"{INT8_SUMMANDS:,}, whose sum an INT32 holds; {advice}"
+        )
 
 
 def _backward_formats(
@@ -387,7 +408,7 @@ def describe_flow(flow: PrecisionFlow) -> list[str]:
     training = {site.name: site for site in flow.training.sites}
     adapters = [site for site in flow.rollout.sites if site.kind == "adapter"]
     rows = [
-        (site.name, _formats(site), _formats(training[site.name]))
+        (site.name, *_sides(site, training[site.name], bool(adapters)))
         for site in flow.rollout.sites
         if site.kind != "adapter"
     ]
@@ -414,17 +435,32 @@ def describe_flow(flow: PrecisionFlow) -> list[str]:
     return [*lines, f"{flow.name}: {verdict}"]
 
 
+def _sides(rollout: Site, training: Site, is_frozen: bool) -> tuple[str, str]:
+    """What is said of a site in rollout and in training, which alone has a backward; a matrix that
+    ``is_frozen`` has no gradient.
+    """
+    backward = _backward(training, is_frozen)
+    sides = _formats(rollout), _formats(training)
+    return sides[0] + (backward if sides[0] == sides[1] else ""), sides[1] + backward
+
+
+def _backward(site: Site, is_frozen: bool) -> str:
+    if site.kind != "linear":
+        return ""
+    dgrad, wgrad = (_NAMES[one or site.forward] for one in (site.dgrad, site.wgrad))
+    return f"  dgrad {dgrad}, " + ("no wgrad" if is_frozen else f"wgrad {wgrad}")
+
+
+_NAMES: Mapping[Format, str] = {"e4m3": "E4M3", "int8": "INT8", "bf16": "BF16", "fp32": "FP32"}
+
+
 def _formats(site: Site) -> str:
-    name = {"e4m3": "E4M3", "int8": "INT8", "bf16": "BF16", "fp32": "FP32"}
-    text = name[site.forward]
+    text = _NAMES[site.forward]
     if site.kind == "linear":
         if site.forward == "e4m3":
             text += " 1x128 x 128x128" + (", FP32 scales" if site.scales == "fp32" else "")
         elif site.forward == "int8":
             text += " times Hadamard, a scale a row"
-        text += (
-            f"  dgrad {name[site.dgrad or site.forward]}, wgrad {name[site.wgrad or site.forward]}"
-        )
     elif site.kind == "head" and site.forward == "int8":
         text += " times Hadamard, a scale a row"
     elif site.kind in ("kv_cache", "attention") and site.forward in EIGHT_BITS:

@@ -338,7 +338,7 @@ def _checks(directory: Path) -> list[Check]:
         *gradient_checks(threads),
         *back_end_checks(),
         Check(
-            "starter model, fp8",
+            f"starter model, {PrecisionConfig().name}",
             _verify_starter,
             "rollout and training part: `isobit verify starter --bisect` names the first operation",
         ),
@@ -346,7 +346,7 @@ def _checks(directory: Path) -> list[Check]:
 
 
 def _verify_starter() -> str:
-    return exact_detail(verify(Path("starter"), PrecisionConfig(preset="fp8"), _SMALL))
+    return exact_detail(verify(Path("starter"), PrecisionConfig(), _SMALL))
 
 
 def _flows(device: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from isobit.config.precision import PrecisionConfig
+from isobit.models.config import Lora
 from isobit.models.decoder import decoder_shape
 from isobit.observe.figures import Figures
 from isobit.observe.report.flow_view import view_flow
@@ -16,7 +17,7 @@ from isobit.observe.run_record import RunRecord
 from isobit.precision.flow import build_flow, describe_flow
 from isobit.store.manifest import precision_graph
 from tests.observe.report.run_files import SITES, completion_line, manifest
-from tests.tiny import TINY
+from tests.tiny import TINY, tiny_model
 
 
 def test_training_samples_are_spread_and_evaluated_problems_come_first_and_last() -> None:
@@ -157,6 +158,19 @@ def test_the_start_and_the_report_name_the_backwards_formats(
     sites = [site for site in view.stages[1].sites if site.name.endswith("_proj")]
     assert len(sites) == 4
     assert {(site.dgrad, site.wgrad) for site in sites} == {(of_dx, of_dw)}
+
+
+@pytest.mark.parametrize("preset", ["int8", "fp8", "bf16", "int8-rollout", "fp8-rollout"])
+def test_frozen_linears_have_no_wgrad(preset: str) -> None:
+    lora = Lora(4, 8.0, ("q_proj",))
+    flow = build_flow(PrecisionConfig.model_validate(preset), decoder_shape(tiny_model(lora=lora)))
+    lines = [line for line in describe_flow(flow) if "_proj" in line]
+    assert lines and all(line.endswith(", no wgrad") for line in lines)
+    assert all(line.count("dgrad") == 1 for line in lines), "a rollout has no backward"
+    view = view_flow(record(manifest(precision=precision_graph(flow, True))))
+    assert view is not None
+    sites = [one for stage in view.stages for one in stage.sites if one.name.endswith("_proj")]
+    assert {site.wgrad for site in sites} == {""} and all(site.dgrad for site in sites)
 
 
 def test_no_manifest_no_flow() -> None:

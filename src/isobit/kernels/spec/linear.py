@@ -63,6 +63,7 @@ from isobit.kernels.spec.quantise import (
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import (
     BLOCK,
+    INT8_SUMMANDS,
     Int8Parts,
     Int8Rows,
     QuantTensor,
@@ -113,9 +114,10 @@ _EXACT_COLUMNS = 1024
 
 
 def integer_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A [M, K] and B [N, K], INT8 in -127 .. 127 with K at most 133,000 -> A B^T, an integer that
-    is rounded to FP32 once.
+    """A [M, K] and B [N, K], INT8 in -127 .. 127 with K at most ``INT8_SUMMANDS`` -> A B^T, an
+    integer that is rounded to FP32 once.
     """
+    assert a.shape[1] <= INT8_SUMMANDS, a.shape
     if has_int8_products() and a.shape[1] > 1 and int_mm_is_exact():
         return _int_mm(a, b.t()).float()
     columns = a.shape[1]

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.triton.sizes import MOST_SPLITS, SPLIT_PROGRAMS
-from isobit.precision.quant_tensor import BLOCK, Int8Rows, num_blocks
+from isobit.precision.quant_tensor import BLOCK, INT8_SUMMANDS, Int8Rows, num_blocks
 
 _BLOCKS_OF_SPLIT = 4  # of 128 along K, at least: fewer would not fill the pipeline
 _WIDTH = 1024  # columns of a program that adds splits
@@ -248,6 +248,7 @@ def multiply(x: Int8Rows, weight: Int8Rows, cut: Cut, out: torch.Tensor) -> None
     """``int8_gemm_nt`` of at least one row."""
     assert all(one.values.is_contiguous() for one in (x, weight))
     (m, k), n = x.values.shape, len(weight.values)
+    assert k <= INT8_SUMMANDS, k
     assert out.shape == (m, n)
     assert out.stride(1) == 1
     if isinstance(cut, Dots):

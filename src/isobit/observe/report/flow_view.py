@@ -65,8 +65,9 @@ def view_flow(record: RunRecord) -> FlowView | None:
         if exact
         else f"{len(differing)} of {len(rollout)} sites differ between the sides"
     )
+    has_adapters = any(site.get("kind") == "adapter" for site in rollout.values())
     layers = [
-        (layer, tuple(_view(rollout[name], training.get(name, {})) for name in names))
+        (layer, tuple(_view(rollout[name], training.get(name, {}), has_adapters) for name in names))
         for layer, names in groupby(rollout, key=lambda name: _split(name)[0])
     ]
     stages = []
@@ -85,11 +86,15 @@ def _split(name: str) -> tuple[int | None, str]:
     return (int(parts[1]), parts[2]) if in_layer else (None, name)
 
 
-def _view(site: Mapping[str, Any], training: Mapping[str, Any]) -> SiteView:
+def _view(
+    site: Mapping[str, Any], training: Mapping[str, Any], has_adapters: bool = False
+) -> SiteView:
     rollout, forward, dgrad, wgrad = (
         "" if name is None else _FORMATS.get(str(name), str(name))
         for name in (site.get("forward"), *map(training.get, ("forward", "dgrad", "wgrad")))
     )
+    if has_adapters and site.get("kind") == "linear":
+        wgrad = ""  # the matrix is frozen
     scales = ", FP32 scales" if site.get("scales") == "fp32" else ""
     of_linears = {"E4M3": f"1\u00d7128 by 128\u00d7128{scales}", "INT8": "Hadamard, a scale a row"}
     detail = of_linears.get(rollout, "")
