@@ -148,8 +148,7 @@ def plan_training(
     model = plan.model.config
     flow = build_flow(config.precision, decoder_shape(model))
     here = card is None
-    if card is not None:
-        card = card.by(config.back_end)
+    card = None if card is None else card.by(config.back_end)
     device = _device_here(plan) if card is None else _planned_device(plan, card)
     start: list[str] = []
     if resume:

@@ -327,14 +327,8 @@ def begin(
             yield Start(directory, *records, world, hosts, writer, lock, say)
             return
         checkpoint = newest_usable(directory, say, world)
-        found = json.loads(
-            broadcast(
-                world,
-                lambda: _decide(
-                    directory, config, shape, checkpoint, extra_bytes, allowed, say, device
-                ),
-            )
-        )
+        given = config, shape, checkpoint, extra_bytes, allowed, say, device
+        found = json.loads(broadcast(world, lambda: _decide(directory, *given)))
         rewards, answers, schedule = ([line.encode() for line in found[name]] for name in _GIVEN)
         say(
             f"resuming {directory.root} after step {checkpoint.step if checkpoint else 0} of "
