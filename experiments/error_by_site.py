@@ -85,6 +85,8 @@ def run_measure(arguments: argparse.Namespace) -> None:
     result = {
         "device": arguments.device,
         "answers": arguments.questions * arguments.samples,
+        "samples": arguments.samples,
+        "new_tokens": arguments.new_tokens,
         "tokens": sum(batch.token_ids.numel() for batch in batches),
         "learnt": sum(len(batch.rows) for batch in batches),
         "microbatches": len(batches),

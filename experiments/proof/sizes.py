@@ -45,6 +45,8 @@ LAST = 25
 """Steps whose rewards are compared."""
 POINT = 0.01
 ARMS = tuple(arms_of(LADDER + "27m"))
+DEFAULT = "int8-backward"
+"""The arm of what ``int8`` is by default, whose forward is that of the arm ``int8``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +381,8 @@ def advice(found: Sequence[Measured], all_rows: Sequence[Row]) -> dict[str, Any]
     """What ``isobit flows`` says of sizes (``isobit.observe.flow_choice``).  Raises ValueError
     where no arm of the ladder has a difference after training: then it says nothing.
     """
-    ours = [one for one in found if one.differences and one.arm in FLOWS]
+    names = {arm: flow.name for arm, flow in FLOWS.items()} | {DEFAULT: "int8"}
+    ours = [one for one in found if one.differences and one.arm in names]
     if not any(one.size != PRETRAINED and "after" in one.differences for one in ours):
         raise ValueError(
             "no two arms of the ladder are finished: there is nothing to say of sizes; "
@@ -399,7 +402,7 @@ def advice(found: Sequence[Measured], all_rows: Sequence[Row]) -> dict[str, Any]
                 "name": size,
                 "layer_parameters": PARAMETERS[size],
                 "flows": {
-                    FLOWS[one.arm].name: {"seeds": one.seeds}
+                    names[one.arm]: {"seeds": one.seeds}
                     | {s: asdict(d) for s, d in one.differences.items() if s != "back"}
                     for one in ours
                     if one.size == size

@@ -166,6 +166,14 @@ def test_the_advice_is_of_the_ladder_and_names_where_it_was_measured() -> None:
     assert said["sizes"][1]["layer_parameters"] == 25_165_824
 
 
+def test_the_advice_has_int8_as_it_is_by_default_beside_its_earlier_backward() -> None:
+    given = pair("ladder-27m")
+    given += [row("ladder-27m", arm, 0, 0.5, 0.5) for arm in ("int8", "int8-backward")]
+    (size,) = sizes.advice(measured(given, {}, {}), given)["sizes"]
+    earlier = '{preset = "int8", dgrad = "fp8", wgrad = "bf16"}'
+    assert list(size["flows"]) == ["fp8", earlier, "int8"]
+
+
 def test_repeats_and_other_starts_are_told() -> None:
     given = [*pair("ladder-27m", 2), *pair("multiply")]
     again = rows.Repeats([given[1], {**given[0], "final": {}}])

@@ -14,6 +14,8 @@ A duration is taken to be a sum over what a phase does,
 and the seconds that each of these takes are the ones that fit the rows best. Decode steps, forwards
 without a backward (prompts, and models that only score) and forwards with a backward have
 coefficients of their own.  INT8 counts as FP8 times what its own rows, which are few, took longer.
+So does INT8 with DGrad in FP8 and WGrad in BF16, whose passes took 1.05 times as long as those of
+``int8`` (``benchmarks/results/int8/backward``).
 On a card without rows each second counts as often as its data sheet's peak of that kind is below
 that of the card of the rows (``isobit.memory.cards``); launches take as long.
 Whole steps of reinforcement learning, which nothing is fitted to, say how far an estimate is off
@@ -156,7 +158,7 @@ def _matrices_of(config: ModelConfig) -> tuple[tuple[str, int, float], ...]:
 
 
 def _rate(format: Format) -> str:
-    """The format whose measured rate a format has: INT8 that of E4M3, as no row is of INT8."""
+    """The format whose measured rate a format has: INT8 that of E4M3 (``Rates.int8``)."""
     return "e4m3" if format in EIGHT_BITS else "bf16"
 
 
