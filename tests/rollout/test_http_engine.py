@@ -269,6 +269,21 @@ def test_stop_strings_and_aborts_end_samples(two: list[str]) -> None:
     assert generate(engine, wanted[1:]) == generate(native_of(policy), wanted[1:])
 
 
+def test_it_has_room_for_as_many_samples_as_servers_will_take_at_the_next_step() -> None:
+    """Who submits while there is room would else give one group a step."""
+    policy, (first, *_) = policy_of("fp8"), requests()
+    with served(places=5) as one, served(max_sequences=2) as other:
+        engine = engine_of(policy, one, other)
+        generate(engine, [first])
+        count = 0
+        while engine.has_room:
+            engine.submit([replace(first, visit=first.visit + 1 + count, samples=1)])
+            count += 1
+        assert count == 5 + 3
+        finished(engine)
+        assert engine.has_room
+
+
 @pytest.mark.exhaustive
 def test_samples_beyond_the_places_of_servers_wait() -> None:
     policy, wanted = policy_of("fp8"), [replace(one, samples=7) for one in requests()]

@@ -149,8 +149,9 @@ class HttpEngine(RemoteSamples):
 
     @property
     def has_room(self) -> bool:
-        """Whether all live samples are at servers."""
-        return len(self._live) == len(self._there)
+        """Whether all live samples are at servers, or will be at the next step."""
+        waiting = len(self._live) - len(self._there)
+        return not waiting or waiting < sum(self._room(one) for one in self._servers if one.is_up)
 
     def figures(self) -> dict[str, Any]:
         """The sizes of the smallest server's cache, of all ranks."""
