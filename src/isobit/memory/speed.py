@@ -14,7 +14,7 @@ A duration is taken to be a sum over what a phase does,
 and the seconds that each of these takes are the ones that fit the rows best. Decode steps, forwards
 without a backward (prompts, and models that only score) and forwards with a backward have
 coefficients of their own.  INT8 counts as FP8 times what its own rows, which are few, took longer,
-and so does INT8 with DGrad in FP8 and WGrad in BF16, whose passes take 1.05 times those of ``int8``.
+and so does INT8 with DGrad in FP8 and WGrad in BF16, whose passes take 1.05 times those of INT8.
 On a card without rows each second counts as often as its data sheet's peak of that kind is below
 that of the card of the rows (``isobit.memory.cards``); launches take as long.
 Whole steps of reinforcement learning, which nothing is fitted to, say how far an estimate is off
