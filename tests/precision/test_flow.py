@@ -107,7 +107,7 @@ def test_backward_formats() -> None:
 @pytest.mark.parametrize("key", ["dgrad", "wgrad"])
 @pytest.mark.parametrize("preset", ["fp8", "fp8-linear", "fp8-rollout", "int8-rollout", "bf16"])
 def test_a_backward_in_int8_is_for_presets_that_train_in_int8(key: str, preset: Preset) -> None:
-    """Found by an audit: int8-rollout was recommended and taken, and trains in BF16."""
+    """Not for int8-rollout, which trains in BF16."""
     table = {"preset": preset, key: "int8"}
     with pytest.raises(ConfigError) as refused:
         build_flow(PrecisionConfig.model_validate(table), make_shape())
@@ -251,7 +251,7 @@ WIDE = INT8_SUMMANDS + 1
 def test_a_linear_in_int8_whose_sums_an_int32_does_not_hold_is_refused(
     preset: Preset, experts: int
 ) -> None:
-    """Found by an audit: the forward overflowed without a word."""
+    """Its forward would overflow without a word."""
 
     def shape(features: int) -> DecoderShape:
         down = LinearShape({"down_proj": 128 * experts}, features, experts)
